@@ -1,0 +1,109 @@
+"""The one typed configuration: it feeds the command line, a YAML file and Python, and prints itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from lorry.errors import ConfigError
+
+PAGE_SIZE = 16
+"""Tokens of one KV page."""
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes from `"2GiB"`, `"512M"`, `"1.5g"` or a plain number; units are powers of 1024."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if not match:
+        raise ValueError(f"{text!r} is not a size; write for example 512MiB or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+class EngineConfig(BaseModel):
+    """Everything the engine needs to start. Immutable: changes make a new one (`model_copy(update=...)`)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model: str = Field(description="folder or hub name of the base model")
+    tokenizer_path: str | None = Field(None, description="folder or hub name of the tokenizer, if not the model's")
+    served_model_name: str | None = Field(None, description="name of the base in the API (default: the model's)")
+    chat_template: str | None = Field(None, description="file with a Jinja chat template, if not the tokenizer's")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="type of weights and KV")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    context_length: int | None = Field(None, ge=16, description="longest prompt plus answer, in tokens")
+    random_seed: int = Field(0, description="seed of requests that bring none")
+
+    max_running_requests: int = Field(64, ge=1, description="most requests in one step")
+    chunked_prefill_size: int = Field(512, ge=1, description="most rows (tokens) in one step")
+    max_total_tokens: int | None = Field(None, ge=PAGE_SIZE, description="tokens that the KV pool holds")
+    mem_fraction_static: float = Field(
+        0.3, gt=0, lt=1, description="share of the device's free memory for KV, where max-total-tokens is not given"
+    )
+    disable_radix_cache: bool = Field(False, description="do not share the KV of equal prefixes")
+    attention_backend: Literal["auto", "torch"] = Field("auto", description="implementation of attention")
+
+    enable_lora: bool = Field(True, description="serve adapters")
+    lora_paths: dict[str, str] = Field(default_factory=dict, description="adapters to load at start: NAME=PATH ...")
+    lora_backend: Literal["auto", "torch"] = Field("auto", description="implementation of LoRA on linear layers")
+    lora_use_virtual_experts: bool = Field(
+        True, description="group LoRA on experts by (adapter, expert); off: one adapter after the other"
+    )
+    max_lora_rank: int | None = Field(None, ge=1, description="refuse adapters of a larger rank (default: no limit)")
+    lora_target_modules: tuple[str, ...] | None = Field(
+        None, description="serve only adapters whose modules are all among these, e.g. q_proj v_proj experts"
+    )
+    max_loras_per_batch: int = Field(64, ge=1, description="most adapters resident on the device")
+    lora_memory: int | None = Field(
+        None, description="bytes of the arena that holds adapters, e.g. 2GiB (default: 1GiB, or 1/8 of a GPU)"
+    )
+
+    @field_validator("lora_memory", mode="before")
+    @classmethod
+    def _bytes(cls, value: Any) -> Any:
+        return parse_bytes(value) if isinstance(value, str) else value
+
+    @property
+    def base_name(self) -> str:
+        """Name of the base in the API: as asked for, else the model's path or hub name as given."""
+        return self.served_model_name or self.model
+
+    @classmethod
+    def parse(cls, **settings: Any) -> Self:
+        """Validate settings; the errors of all fields come as one `ConfigError` that names each."""
+        try:
+            return cls(**settings)
+        except ValidationError as error:
+            lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
+            raise ConfigError("; ".join(lines)) from None
+
+    @classmethod
+    def read_yaml(cls, path: Path) -> dict[str, Any]:
+        """Settings of a YAML file: keys are the flags' names, with hyphens or underscores."""
+        try:
+            content = yaml.safe_load(path.read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"config file {path}: {error}") from None
+        if not isinstance(content, dict):
+            raise ConfigError(f"config file {path}: expected a mapping of settings, found {type(content).__name__}")
+        return {str(key).replace("-", "_"): value for key, value in content.items()}
+
+    def to_yaml(self) -> str:
+        """The settings as YAML that `--config` reads back."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+class ServerConfig(EngineConfig):
+    """The engine's settings and those of the HTTP server in front of it."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    api_key: str | None = Field(None, description="require this key as bearer token for all of /v1")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much is logged")
