@@ -97,7 +97,8 @@ class EngineConfig(BaseModel):
 
     def to_yaml(self) -> str:
         """The settings as YAML that `--config` reads back."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return text
 
 
 class ServerConfig(EngineConfig):

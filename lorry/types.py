@@ -13,6 +13,9 @@ AdapterUid = NewType("AdapterUid", int)
 
 BASE_UID = AdapterUid(0)
 
+BASE_SLOT = -1
+"""Slot of rows that belong to the base model, and of padding rows."""
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 20

@@ -1,0 +1,1 @@
+"""Attention over the paged KV pool: one interface, planned once per step and run once per layer."""

@@ -1,0 +1,1 @@
+"""The engine: takes requests, plans steps, runs them, and gives tokens back."""

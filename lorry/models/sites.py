@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
+from transformers import PreTrainedModel
 
 SiteKind = Literal["linear", "router", "experts"]
 
@@ -47,18 +48,18 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "has_gate") and isinstance(getattr(module, "down_proj", None), nn.Parameter)
 
 
-def find_experts(model: nn.Module) -> dict[str, nn.Module]:
+def find_experts(model: nn.Module) -> dict[str, Any]:
     """Path -> module of every fused experts module."""
     return {name: module for name, module in model.named_modules() if is_experts(module)}
 
 
-def find_routers(model: nn.Module) -> dict[str, nn.Module]:
+def find_routers(model: nn.Module) -> dict[str, Any]:
     """Path -> module of every router: the sibling of an experts module that owns a weight [num_experts, hidden].
 
     Linear routers are left out: they are ordinary linear sites.
     """
     modules = dict(model.named_modules())
-    routers = {}
+    routers: dict[str, Any] = {}
     for path, experts in find_experts(model).items():
         parent = path.rpartition(".")[0]
         for child_name, child in modules[parent].named_children():
@@ -73,11 +74,11 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     return routers
 
 
-def _expert_sites(path: str, module: nn.Module, first_index: int) -> list[Site]:
+def _expert_sites(path: str, module: Any, first_index: int) -> list[Site]:
     num_experts, rows, columns = module.down_proj.shape
     transposed = bool(module.is_transposed)
     hidden, inter = (columns, rows) if transposed else (rows, columns)
-    sites = []
+    sites: list[Site] = []
     for projection in EXPERT_PROJECTIONS:
         if projection == "gate_proj" and not module.has_gate:
             continue
@@ -98,7 +99,7 @@ def _expert_sites(path: str, module: nn.Module, first_index: int) -> list[Site]:
     return sites
 
 
-def find_sites(model: nn.Module) -> tuple[Site, ...]:
+def find_sites(model: PreTrainedModel) -> tuple[Site, ...]:
     """All sites in the order of the model's modules; the output head and embeddings are not among them.
 
     `index` of a site is its row in the device tables and its place in the returned tuple.
@@ -110,7 +111,7 @@ def find_sites(model: nn.Module) -> tuple[Site, ...]:
         if is_experts(module):
             sites += _expert_sites(path, module, len(sites))
         elif path in routers:
-            num_experts, hidden = module.weight.shape
+            num_experts, hidden = routers[path].weight.shape
             sites.append(Site(len(sites), path, "router", path, hidden, num_experts))
         elif isinstance(module, nn.Linear) and module is not head:
             sites.append(Site(len(sites), path, "linear", path, module.in_features, module.out_features))

@@ -1,0 +1,1 @@
+"""LoRA on linear layers: interchangeable backends behind one interface."""

@@ -1,0 +1,127 @@
+"""Decides what the next step computes: continuous batching, chunked prefill, preemption when pages run out."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from lorry.config import PAGE_SIZE
+from lorry.engine.sequence import ScheduledChunk, Sequence, StepPlan
+from lorry.kv.prefix import PagePool
+
+
+class Scheduler:
+    """First come, first served. Everything here is plain Python, and nothing here knows of tensors.
+
+    Running sequences go first, oldest first, then waiting ones are admitted in order of arrival while rows, pages
+    and places are left. When pages run out, the youngest running sequence gives up its pages and returns to the
+    head of the queue; its tokens are kept and computed again later (from the prefix cache where they survive).
+    The oldest is never preempted for another, and any one sequence fits into the pool, so something always ends.
+    """
+
+    def __init__(self, pool: PagePool, max_running: int, max_step_tokens: int) -> None:
+        self.pool = pool
+        self.num_preemptions = 0
+        self._max_running = max_running
+        self._max_step_tokens = max_step_tokens
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence that ended or was aborted; its pages come back."""
+        if sequence in self._running:
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        self._release(sequence)
+
+    def schedule(self) -> StepPlan:
+        """The next step; empty only when there is no work."""
+        budget = self._max_step_tokens
+        chunks: list[ScheduledChunk] = []
+        preempted = False
+        queue = deque(self._running)
+        while queue and budget:
+            sequence = queue.popleft()
+            count = min(sequence.num_uncomputed, budget)
+            while not self._has_room(sequence, count):
+                victim = self._running[-1]
+                preempted = True
+                self._preempt(victim)
+                if victim is sequence:
+                    break
+                queue.remove(victim)
+            else:
+                chunks.append(self._take(sequence, count))
+                budget -= count
+        while self._waiting and budget and not preempted and len(self._running) < self._max_running:
+            chunk = self._admit(self._waiting[0], budget)
+            if chunk is None:
+                break
+            chunks.append(chunk)
+            budget -= chunk.num_tokens
+        return StepPlan(tuple(chunks))
+
+    def computed(self, plan: StepPlan) -> None:
+        """Note that the rows of a plan are in the pool, and make full pages known to the prefix cache."""
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            sequence.num_computed += chunk.num_tokens
+            while (sequence.num_cached_pages + 1) * PAGE_SIZE <= sequence.num_computed:
+                first = sequence.num_cached_pages * PAGE_SIZE
+                tokens = sequence.token_ids[first : first + PAGE_SIZE]
+                page = sequence.pages[sequence.num_cached_pages]
+                sequence.node = self.pool.insert(sequence.node, tokens, page)
+                sequence.num_cached_pages += 1
+
+    def _admit(self, sequence: Sequence, budget: int) -> ScheduledChunk | None:
+        """Start a waiting sequence when pages for all of its known tokens are there, so that it can get going."""
+        hit = self.pool.match(sequence.adapter_uid, sequence.token_ids)
+        sequence.pages = list(hit.pages)
+        if not self._has_room(sequence, len(sequence.token_ids)):
+            self.pool.release(sequence.pages)
+            sequence.pages = []
+            return None
+        self._waiting.popleft()
+        self._running.append(sequence)
+        sequence.node = hit.node
+        sequence.num_cached_pages = len(hit.pages)
+        sequence.num_computed = len(hit.pages) * PAGE_SIZE
+        if not sequence.output_ids:
+            sequence.num_hit_tokens = sequence.num_computed
+        self.pool.record_hit(sequence.num_computed, len(sequence.token_ids))
+        return self._take(sequence, min(sequence.num_uncomputed, budget))
+
+    def _has_room(self, sequence: Sequence, num_new: int) -> bool:
+        """Whether pages for `num_new` tokens behind the computed ones can be had."""
+        return sequence.pages_for(sequence.num_computed + num_new) <= self.pool.num_available
+
+    def _take(self, sequence: Sequence, count: int) -> ScheduledChunk:
+        sequence.pages += self.pool.allocate(sequence.pages_for(sequence.num_computed + count))
+        return ScheduledChunk(sequence, sequence.num_computed, count)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._release(sequence)
+        self._waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+        sequence.num_computed = 0
+        sequence.num_cached_pages = 0

@@ -1,0 +1,68 @@
+"""Ties LoRA together for one model: arena, dense backend, experts backend, and the routing of the current step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lorry.lora.arena import Arena
+from lorry.lora.backends.base import make_dense_backend
+from lorry.lora.batch import LoRABatchInfo, RequestRouting
+from lorry.lora.experts.base import ExpertsLayer, make_experts_backend
+from lorry.lora.weights import AdapterWeights
+from lorry.models.hooks import ExpertsHook
+from lorry.models.sites import Site, find_experts
+
+
+class LoRAManager:
+    """Holds adapters on the device by slot and applies them, each row its own.
+
+    With `arena` None the model is served without LoRA; its experts still go through the experts backend.
+    """
+
+    def __init__(
+        self, arena: Arena | None, lora_backend: str, use_virtual_experts: bool, device: torch.device
+    ) -> None:
+        self.arena = arena
+        self.dense = make_dense_backend(lora_backend, arena, device) if arena is not None else None
+        self.experts = make_experts_backend(use_virtual_experts, arena)
+        self.batch: LoRABatchInfo | None = None
+
+    def bind_experts(self, model: nn.Module, sites: Sequence[Site]) -> None:
+        """Make every experts module of the model call the experts backend."""
+
+        def bound(layer: ExpertsLayer) -> ExpertsHook:
+            return lambda hidden, index, weights: self.experts.forward(layer, hidden, index, weights, self.batch)
+
+        for path, module in find_experts(model).items():
+            own = [site for site in sites if site.module == path]
+            module.lorry_experts = bound(ExpertsLayer.of(module, own))
+
+    def load(self, weights: AdapterWeights) -> int:
+        """Put an adapter on the device; returns its slot."""
+        assert self.arena is not None
+        return self.arena.allocate(weights)
+
+    def unload(self, slot: int) -> None:
+        """Free a slot that no running request uses."""
+        assert self.arena is not None
+        self.arena.release(slot)
+
+    def prepare_lora_batch(self, routing: RequestRouting) -> None:
+        """Set the routing of the next forward; a step of base rows only does no LoRA work at all."""
+        if self.dense is None or not routing.adapter_slots:
+            self.batch = None
+        else:
+            self.batch = self.dense.prepare_lora_batch(routing)
+
+    def applies_to(self, site: int) -> bool:
+        """Whether any adapter of this step has weights at the site."""
+        return self.batch is not None and self.arena is not None and self.arena.touches(site, self.batch.slots)
+
+    def add_lora(self, y: Tensor, x: Tensor, site: int) -> None:
+        """Add this step's LoRA of a site in place: y [..., out], x [..., in], with one row for each token."""
+        assert self.batch is not None
+        assert self.dense is not None
+        self.dense.add_lora(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), site, self.batch)
