@@ -68,6 +68,10 @@ class Engine:
         if request_id in self._sequences:
             self._finished.append(self._end(self._sequences[request_id], "abort"))
 
+    def drop_finished(self) -> None:
+        """Forget the last outputs of aborted requests, when nobody waits for them."""
+        self._finished.clear()
+
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work or bool(self._finished)
