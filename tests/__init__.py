@@ -1,0 +1,1 @@
+"""Tests of Lorry; `tests.models` and `tests.adapters` are what they share."""

@@ -1,0 +1,95 @@
+"""Every architecture against PEFT: base rows and three adapters in packed steps of prefill, chunks and decode."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.adapters import FUSED_EXPERTS, make_peft_adapter, make_per_expert_adapter, merged_logits, reference_logits
+from tests.engines import BASE, load_slot, make_parts, mixed_steps, packed_logits
+from tests.models import FAMILIES, MOE_FAMILIES, random_tokens, tiny_model
+
+TOLERANCE = 2e-5
+ATTENTION = {"deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}
+DENSE_MLP = ["gate_proj", "up_proj", "down_proj"]
+
+
+def write_adapters(family: str, folder: Path) -> list[Path]:
+    """Ranks 3, 8 and 16 on different targets: attention; the feed-forward (experts); everything there is."""
+    factory = partial(tiny_model, family)
+    attention = ATTENTION.get(family, ["q_proj", "k_proj", "v_proj", "o_proj"])
+    if family not in MOE_FAMILIES:
+        return [
+            make_peft_adapter(folder / "attention", factory, attention[:2], rank=3, seed=1),
+            make_peft_adapter(folder / "mlp", factory, DENSE_MLP, rank=8, seed=2, use_rslora=True),
+            make_peft_adapter(folder / "all", factory, "all-linear", rank=16, seed=3, alpha_pattern={"v_proj": 4}),
+        ]
+    router = "mlp.router.weight" if family == "gpt_oss" else "mlp.gate.weight"
+    shared = DENSE_MLP if family == "deepseek_v3" else []
+    everything = [*FUSED_EXPERTS, router]
+    return [
+        make_peft_adapter(folder / "attention", factory, attention[1:], rank=3, seed=1),
+        make_peft_adapter(folder / "experts", factory, target_parameters=FUSED_EXPERTS, rank=8, seed=2, spread=0.1),
+        make_peft_adapter(
+            folder / "all", factory, attention + shared, target_parameters=everything, rank=16, seed=3, spread=0.1
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("family", "virtual"), [(f, True) for f in FAMILIES] + [(f, False) for f in MOE_FAMILIES])
+def test_packed_batch_equals_peft(family: str, virtual: bool, tmp_path: Path):
+    factory = partial(tiny_model, family)
+    paths = write_adapters(family, tmp_path)
+    parts = make_parts(factory(), lora_use_virtual_experts=virtual)
+    slots = [load_slot(parts, path) for path in paths]
+    order = [(BASE, None), *zip(slots, paths, strict=True), (BASE, None), (slots[2], paths[2]), (slots[0], paths[0])]
+    prompts = [random_tokens(7 + 6 * i, seed=i)[0].tolist() for i in range(len(order))]
+    steps = mixed_steps([len(prompt) for prompt in prompts])
+    ours = packed_logits(parts, prompts, [slot for slot, _ in order], steps)
+    base = [reference_logits(factory, None, torch.tensor([prompt]))[0] for prompt in prompts]
+    for i, (_, path) in enumerate(order):
+        expected = reference_logits(factory, path, torch.tensor([prompts[i]]))[0]
+        torch.testing.assert_close(ours[i], expected, atol=TOLERANCE, rtol=0, msg=lambda m, i=i: f"prompt {i}: {m}")
+        if path is not None:
+            assert (expected - base[i]).abs().max() > 100 * TOLERANCE, "the adapter must matter"
+
+
+@pytest.mark.parametrize("family", [family for family in MOE_FAMILIES if family != "gpt_oss"])
+def test_old_per_expert_adapters_equal_merged_weights(family: str, tmp_path: Path):
+    """Gate, up and down of their own rank for some experts, missing halves, a router: PEFT cannot be asked."""
+    factory = partial(tiny_model, family)
+    model = factory()
+    paths = [
+        make_per_expert_adapter(tmp_path / "full", model, router=True, rank=4, spread=0.2, seed=1),
+        make_per_expert_adapter(tmp_path / "up", model, projections=["up_proj"], rank=3, spread=0.2, use_rslora=True),
+        make_per_expert_adapter(tmp_path / "some", model, experts=[0, 3], ranks={3: 7}, rank=5, spread=0.2, seed=3),
+    ]
+    parts = make_parts(model)
+    slots = [load_slot(parts, path) for path in paths]
+    prompts = [random_tokens(9 + 4 * i, seed=i)[0].tolist() for i in range(4)]
+    ours = packed_logits(parts, prompts, [*slots, BASE], mixed_steps([len(p) for p in prompts]))
+    for i, path in enumerate(paths):
+        expected = merged_logits(factory, path, torch.tensor([prompts[i]]))[0]
+        torch.testing.assert_close(ours[i], expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        ours[3], reference_logits(factory, None, torch.tensor([prompts[3]]))[0], atol=TOLERANCE, rtol=0
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_base_rows_are_bit_equal_to_a_model_without_lora(family: str, dtype: torch.dtype, tmp_path: Path):
+    """The same packed steps, once with adapters beside the base rows and once on an engine that knows no LoRA."""
+    factory = partial(tiny_model, family)
+    paths = write_adapters(family, tmp_path)
+    prompts = [random_tokens(7 + 6 * i, seed=i)[0].tolist() for i in range(6)]
+    steps = mixed_steps([len(prompt) for prompt in prompts])
+    with_lora = make_parts(factory().to(dtype))
+    slots = [load_slot(with_lora, path) for path in paths]
+    ours = packed_logits(with_lora, prompts, [BASE, slots[0], BASE, slots[1], BASE, slots[2]], steps)
+    without = packed_logits(make_parts(factory().to(dtype), enable_lora=False), prompts, [BASE] * 6, steps)
+    for i in (0, 2, 4):
+        assert torch.equal(ours[i], without[i]), f"base prompt {i}"
+    for i in (1, 3, 5):
+        assert not torch.equal(ours[i], without[i]), f"adapted prompt {i}"
