@@ -214,7 +214,7 @@ def peft_deltas(model_factory: ModelFactory, adapter_path: Path) -> dict[str, Te
 
 
 def split_by_site(deltas: Mapping[str, Tensor], sites: Sequence[Site]) -> dict[int, Tensor]:
-    """Deltas by parameter -> [num_experts, out_features, in_features] by site index; sites without one are left out."""
+    """Deltas by parameter -> [num_experts, out_features, in_features] by site index, where there is one."""
     by_site: dict[int, Tensor] = {}
     for site in sites:
         if site.kind != "experts":

@@ -28,12 +28,12 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> Sampled:
     Order of work, as in vLLM: penalties, temperature, top-k, top-p, min-p. Log probabilities are of the logits
     as the model gave them. Not in place.
     """
+    if not sequences:
+        return Sampled([], [])
     raw = logits.float()
     adjusted = torch.stack([_penalise(row, s) for row, s in zip(raw, sequences, strict=True)])
     greedy = adjusted.argmax(dim=-1)
-    tokens = [
-        int(greedy[i]) if s.params.temperature == 0 else _draw(adjusted[i], s) for i, s in enumerate(sequences)
-    ]
+    tokens = [int(greedy[i]) if s.params.temperature == 0 else _draw(adjusted[i], s) for i, s in enumerate(sequences)]
     logprobs = [
         None if s.params.logprobs is None else _logprobs(raw[i], tokens[i], s.params.logprobs)
         for i, s in enumerate(sequences)
