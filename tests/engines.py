@@ -57,6 +57,8 @@ def packed_logits(
     logits: list[list[Tensor]] = [[] for _ in prompts]
     for ranges in steps:
         chosen = [(i, start, stop) for i, (start, stop) in enumerate(ranges) if stop > start]
+        if not chosen:
+            continue
         plan = StepPlan(tuple(ScheduledChunk(sequences[i], start, stop - start) for i, start, stop in chosen))
         rows = parts.runner.forward(plan, list(range(plan.num_tokens)))
         for (i, _, _), part in zip(chosen, rows.split([c.num_tokens for c in plan.chunks]), strict=True):
