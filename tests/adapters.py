@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lorry.lora.weights import SiteWeights
+from lorry.lora.adapter import load_adapter
+from lorry.lora.weights import AdapterWeights, SiteWeights
 from lorry.models.sites import Site, find_sites
 
 ModelFactory = Callable[[], PreTrainedModel]
@@ -183,7 +184,7 @@ def _scale(config: Mapping[str, Any], path: str, rank: int) -> float:
         value for key, value in (config.get("alpha_pattern") or {}).items() if re.match(rf"(.*\.)?({key})$", path)
     ]
     alpha = alphas[0] if alphas else config.get("lora_alpha", rank)
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _add_expert(experts: Any, weight: Tensor, leaf: str, delta: Tensor) -> None:
@@ -231,3 +232,29 @@ def split_by_site(deltas: Mapping[str, Tensor], sites: Sequence[Site]) -> dict[i
             rows = gate if site.leaf == "gate_proj" else up
         by_site[site.index] = rows
     return by_site
+
+
+def assert_deltas(weights: AdapterWeights, expected: Mapping[int, Tensor]) -> None:
+    """The loaded weights adapt exactly these sites, by these deltas."""
+    assert set(weights.sites) == set(expected)
+    for index, delta in expected.items():
+        torch.testing.assert_close(site_delta(weights.sites[index]), delta, rtol=0, atol=2e-6)
+
+
+def assert_loads_like_peft(model_factory: ModelFactory, adapter_path: Path) -> AdapterWeights:
+    """Load an adapter and compare all deltas with PEFT's."""
+    sites = find_sites(model_factory())
+    weights = load_adapter("a", str(adapter_path), sites, torch.float32)
+    assert_deltas(weights, split_by_site(peft_deltas(model_factory, adapter_path), sites))
+    return weights
+
+
+def linear_pair(
+    rank: int = 2, inner: int = 32, outer: int = 32, module: str = "model.layers.0.self_attn.q_proj"
+) -> dict[str, Tensor]:
+    """The two tensors of one adapted module, under PEFT's keys."""
+    generator = torch.Generator().manual_seed(rank)
+    return {
+        f"base_model.model.{module}.lora_A.weight": torch.randn(rank, inner, generator=generator),
+        f"base_model.model.{module}.lora_B.weight": torch.randn(outer, rank, generator=generator),
+    }

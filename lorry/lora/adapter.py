@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lorry.errors import AdapterCapacity, AdapterError, AdapterFormatError, AdapterMismatch
-from lorry.lora.format import ModuleIndex, group_keys, named, parse_key, refusals
+from lorry.lora.format import ModuleIndex, group_keys, named, natural, parse_key, refusals
 from lorry.lora.format_config import AdapterConfig, refused_fields, unknown_fields
 from lorry.lora.layouts import PlacedPair, Source, build_sites
 from lorry.lora.weights import AdapterWeights, SiteWeights
@@ -75,7 +75,7 @@ def _convert(
     max_rank: int | None,
     target_modules: Collection[str] | None,
 ) -> AdapterWeights:
-    parsed = {key: parse_key(key) for key in tensors}
+    parsed = {key: parse_key(key) for key in sorted(tensors, key=natural)}
     refused = refused_fields(config) + refusals(key for key, place in parsed.items() if place is None)
     if refused:
         raise AdapterFormatError("; ".join(refused))
@@ -137,19 +137,13 @@ def _check_limits(
 
 def read_files(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of an adapter folder, both read in full; raises `AdapterFormatError`."""
-    folder = Path(path)
-    if not path or not folder.is_dir():
-        raise AdapterFormatError(f"{path!r} is no folder on the server: give the folder that holds {CONFIG_FILE}")
-    config_file, weights_file = folder / CONFIG_FILE, folder / SAFETENSORS_FILE
-    if not config_file.is_file():
-        raise AdapterFormatError(f"{path!r} has no {CONFIG_FILE}{_inner_adapters(folder)}")
-    if not weights_file.is_file():
-        weights_file = folder / PICKLE_FILE
-    if not weights_file.is_file():
-        raise AdapterFormatError(f"{path!r} has no {SAFETENSORS_FILE} and no {PICKLE_FILE}")
+    try:
+        config_file, weights_file = _find_files(path)
+    except OSError as error:
+        raise AdapterFormatError(f"{path!r} cannot be opened: {error.strerror}") from error
     try:
         config = json.loads(config_file.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise AdapterFormatError(f"{CONFIG_FILE} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise AdapterFormatError(f"{CONFIG_FILE} holds a {type(config).__name__}, expected an object")
@@ -162,12 +156,19 @@ def read_files(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, _read_pickle(content)
 
 
-def _inner_adapters(folder: Path) -> str:
-    try:
+def _find_files(path: str) -> tuple[Path, Path]:
+    folder = Path(path)
+    if not path or not folder.is_dir():
+        raise AdapterFormatError(f"{path!r} is no folder on the server: give the folder that holds {CONFIG_FILE}")
+    config_file = folder / CONFIG_FILE
+    if not config_file.is_file():
         inner = sorted(child.name for child in folder.iterdir() if (child / CONFIG_FILE).is_file())
-    except OSError:
-        inner = []
-    return f", but its folders {named(inner)} do: give one of them" if inner else ""
+        hint = f", but its folders {named(inner)} do: give one of them" if inner else ""
+        raise AdapterFormatError(f"{path!r} has no {CONFIG_FILE}{hint}")
+    for name in (SAFETENSORS_FILE, PICKLE_FILE):
+        if (folder / name).is_file():
+            return config_file, folder / name
+    raise AdapterFormatError(f"{path!r} has no {SAFETENSORS_FILE} and no {PICKLE_FILE}")
 
 
 def _read_safetensors(content: bytes) -> dict[str, Tensor]:

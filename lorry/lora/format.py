@@ -45,6 +45,12 @@ def named(items: Iterable[str]) -> str:
     return ", ".join(repr(item) for item in listed[:NUM_NAMED]) + more
 
 
+def natural(key: str) -> list[tuple[bool, int, str]]:
+    """Sort key that puts layer 2 before layer 10: files keep no order, and messages should."""
+    parts = key.split(".")
+    return [(False, int(part), "") if part.isdecimal() and len(part) < 10 else (True, 0, part) for part in parts]
+
+
 @dataclass(frozen=True)
 class ParsedKey:
     """A tensor's place: `path` is the module as the trainer saw it, `depth` the number of wrappers inside it.
@@ -128,7 +134,7 @@ _TRANSPARENT = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrap
 _RENAMED = (("block_sparse_moe", "mlp"),)
 """What transformers 5 calls a module that older releases, and adapters trained on them, call otherwise."""
 
-_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<projection>[^.]+)")
+_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d{1,9})\.(?P<projection>[^.]+)")
 _PROJECTIONS = {
     "gate_proj": "gate_proj",
     "up_proj": "up_proj",

@@ -41,9 +41,13 @@ _PATH = re.compile(r"[\w.]+")
 
 
 def _number(value: Any, field: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    try:
+        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise AdapterFormatError(f"config field {field} is {value!r}: it must be a finite number")
-    return float(value)
+    return number
 
 
 def _rank(value: Any, field: str) -> int:
@@ -78,7 +82,7 @@ class Patterns:
                 continue
             try:
                 self._regexes.append((key, re.compile(rf"(.*\.)?({key})$"), value))
-            except re.error as error:
+            except (re.error, OverflowError, RecursionError) as error:
                 text = f"config field {field} has {key!r}, which is no regular expression: {error}"
                 raise AdapterFormatError(text) from None
 

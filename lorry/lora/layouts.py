@@ -55,9 +55,10 @@ class Source:
     def cast(self, key: str, factor: float = 1.0) -> Tensor:
         """A contiguous copy in the wanted dtype on the host, times `factor`; every number of it is finite."""
         tensor = self.tensors[key].detach()
-        if tensor.dtype not in FILE_DTYPES:
+        if tensor.dtype not in FILE_DTYPES or tensor.layout != torch.strided:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FILE_DTYPES)
-            raise AdapterFormatError(f"tensor {key!r} is {tensor.dtype}: save it as one of {known}")
+            found = f"{tensor.layout} {tensor.dtype}".replace("torch.", "")
+            raise AdapterFormatError(f"tensor {key!r} is {found}: save it dense, as one of {known}")
         scaled = tensor if factor == 1.0 else tensor.to(torch.float32) * factor
         result = scaled.to("cpu", self.dtype, copy=True, memory_format=torch.contiguous_format)
         if not torch.isfinite(result).all():
@@ -72,9 +73,10 @@ class Source:
         key = pair.keys.alpha
         own_alpha = None
         if key is not None:
-            if self.tensors[key].numel() != 1 or not math.isfinite(float(self.tensors[key])):
+            tensor = self.tensors[key]
+            own_alpha = float(tensor) if tensor.numel() == 1 and not tensor.is_complex() else math.nan
+            if not math.isfinite(own_alpha):
                 raise AdapterFormatError(f"tensor {key!r} of shape {self.shape(key)} must be one finite number")
-            own_alpha = float(self.tensors[key])
         return self.config.scale(names, rank, own_alpha)
 
 
@@ -258,7 +260,7 @@ def orientation_of(peft_version: str | None, transposed: bool) -> Orientation | 
 
     None where that is not known: no version, or a development build around the changes.
     """
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)(.*)", peft_version or "")
+    match = re.match(r"(\d{1,6})\.(\d{1,6})\.(\d{1,6})(.*)", peft_version or "")
     if not match:
         return None
     release = (int(match[1]), int(match[2]), int(match[3]))
