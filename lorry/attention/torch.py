@@ -20,25 +20,27 @@ class TorchAttention:
         self._batch = batch
         device = batch.write_slots.device
         within = torch.arange(PAGE_SIZE, device=device)
-        self._context_slots = [
-            (torch.tensor(pages, device=device)[:, None] * PAGE_SIZE + within).flatten()[:length]
-            for pages, length in zip(batch.pages, batch.context_lens, strict=True)
-        ]
+        self._context_slots = torch.cat(
+            [
+                (torch.tensor(pages, device=device)[:, None] * PAGE_SIZE + within).flatten()[:length]
+                for pages, length in zip(batch.pages, batch.context_lens, strict=True)
+            ]
+        )
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, params: AttentionParams) -> Tensor:
         kv.keys[self._batch.write_slots] = k
         kv.values[self._batch.write_slots] = v
-        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-        start = 0
-        for i, (count, slots) in enumerate(zip(self._batch.query_lens, self._context_slots, strict=True)):
-            rows = slice(start, start + count)
-            mask = self._mask(i, params.sliding_window)
-            keys, values = kv.keys[slots], kv.values[slots]
-            attend = _attend_explicitly if params.sinks is not None or params.softcap else _attend
-            out[rows] = attend(q[rows], keys, values, mask, params)
-            start += count
-        return out
+        attend = _attend_explicitly if params.sinks is not None or params.softcap else _attend
+        queries = q.split_with_sizes(self._batch.query_lens)
+        keys = kv.keys[self._context_slots].split_with_sizes(self._batch.context_lens)
+        values = kv.values[self._context_slots].split_with_sizes(self._batch.context_lens)
+        return torch.cat(
+            [
+                attend(queries[i], keys[i], values[i], self._mask(i, params.sliding_window), params)
+                for i in range(len(queries))
+            ]
+        )
 
     def _mask(self, i: int, window: int | None) -> Tensor | None:
         """Boolean [rows, context] of what each row of sequence i may see; None when it sees all."""
