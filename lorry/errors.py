@@ -1,17 +1,17 @@
 """The exceptions Lorry raises for what comes from users, files and the network, and their HTTP status.
 
-    LorryError                     500  anything below
-    ├── InvalidRequest             400  a request asks for something that cannot be done
-    │   └── ContextLengthExceeded  400  prompt and answer do not fit in the context
-    ├── ModelNotFound              404  no base or adapter of that name
-    ├── AdapterError               400  an adapter cannot be loaded
-    │   ├── AdapterFormatError     400  its files are missing, damaged, or hold something that is not served
-    │   ├── AdapterMismatch        400  its shapes do not fit the base model
-    │   ├── AdapterExists          400  the name is taken
-    │   └── AdapterCapacity        400  no room: bytes, slots or the rank limit
-    ├── UnsupportedModel           400  the base model would be served wrongly, so it is refused
-    ├── ConfigError                400  a setting is out of range or contradicts another
-    └── EngineUnavailable          503  the engine process is starting or has died
+LorryError                     500  anything below
+├── InvalidRequest             400  a request asks for something that cannot be done
+│   └── ContextLengthExceeded  400  prompt and answer do not fit in the context
+├── ModelNotFound              404  no base or adapter of that name
+├── AdapterError               400  an adapter cannot be loaded
+│   ├── AdapterFormatError     400  its files are missing, damaged, or hold something that is not served
+│   ├── AdapterMismatch        400  its shapes do not fit the base model
+│   ├── AdapterExists          400  the name is taken
+│   └── AdapterCapacity        400  no room: bytes, slots or the rank limit
+├── UnsupportedModel           400  the base model would be served wrongly, so it is refused
+├── ConfigError                400  a setting is out of range or contradicts another
+└── EngineUnavailable          503  the engine process is starting or has died
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI shapes in front of the engine's process."""

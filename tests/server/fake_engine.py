@@ -38,7 +38,7 @@ from lorry.types import (
 
 PHRASE = "all work and no play makes jack a dull boy "
 CONTEXT_LENGTH = 256
-STEP_SECONDS = 0.005
+STEP_SECONDS = 0.01
 
 
 @dataclass

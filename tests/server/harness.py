@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from lorry.config import ServerConfig
 from lorry.server.app import create_app
 from lorry.server.client import EngineClient, RestartPolicy
+from lorry.server.serve import bind
 from lorry.text import Tokenizer
 
 FACTORY = "tests.server.fake_engine:FakeEngine"
@@ -128,7 +128,7 @@ class RunningServer:
     def says(self, model: str | None) -> str:
         """Name of the weights that answer a request for `model`, by the answer's own text."""
         fields = {} if model is None else {"model": model}
-        answer = self.chat("who?", max_tokens=200, **fields).json()
+        answer = self.chat("who?", max_tokens=40, **fields).json()
         return str(answer["choices"][0]["message"]["content"]).partition("]")[0][1:]
 
 
@@ -146,7 +146,7 @@ def running_server(
         client = EngineClient(config, progress.append, factory, restart)
         await client.start()
         app = create_app(config, client, Tokenizer.load(config.model, config.chat_template))
-        with socket.create_server(("127.0.0.1", 0)) as listener:
+        with bind(config.host, 0) as listener:
             servers.append(uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1)))
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             started.set_result(RunningServer(url, config, client, asyncio.get_running_loop(), progress))

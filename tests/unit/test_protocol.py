@@ -45,7 +45,19 @@ def test_sampling_parameters_arrive():
 
 
 def test_null_is_the_default():
-    names = ["temperature", "top_p", "top_k", "seed", "stop", "n", "max_tokens", "stream", "logprobs", "model", "user"]
+    names = [
+        "temperature",
+        "top_p",
+        "top_k",
+        "seed",
+        "stop",
+        "n",
+        "max_tokens",
+        "stream",
+        "logprobs",
+        "model",
+        "user",
+    ]
     assert chat(**dict.fromkeys(names)).sampling() == chat().sampling()
 
 

@@ -107,7 +107,9 @@ def test_nothing_comes_after_a_stop(tokenizer: Tokenizer):
         (("\n\n", "\n"), "a\n\nb", "a", "\n"),
     ],
 )
-def test_overlapping_stop_strings(tokenizer: Tokenizer, stop: tuple[str, ...], text: str, expected: str, stopped: str):
+def test_overlapping_stop_strings(
+    tokenizer: Tokenizer, stop: tuple[str, ...], text: str, expected: str, stopped: str
+):
     token_ids = tokenizer.encode(text)
     for at_once in (True, False):
         detokenizer = Detokenizer(tokenizer, stop)

@@ -1,0 +1,146 @@
+"""The HTTP application: routes, models, health, the API key, and the one place where errors become HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lorry.config import ServerConfig
+from lorry.errors import InvalidRequest, LorryError, ModelNotFound
+from lorry.server import adapters, chat, completions
+from lorry.server.client import EngineClient
+from lorry.server.generate import Front
+from lorry.server.protocol import ModelCard, ModelList
+from lorry.server.responses import JsonResponse, error_body, lorry_error_body
+from lorry.text import Tokenizer
+
+UI_FOLDER = Path(__file__).parent / "ui"
+
+
+def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
+    """The application in front of an engine that was started; it ends the engine when it is shut down."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await client.close()
+
+    app = FastAPI(title="Lorry", lifespan=lifespan)
+    app.state.front = Front(config, client, tokenizer)
+    app.state.created = int(time.time())
+    for router in (chat.router, completions.router, adapters.router):
+        app.include_router(router)
+    app.add_api_route("/v1/models", list_models, methods=["GET"])
+    app.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
+    app.add_api_route("/health", health, methods=["GET"])
+    app.add_api_route("/", page, methods=["GET"], include_in_schema=False)
+    app.mount("/ui", StaticFiles(directory=UI_FOLDER), name="ui")
+    app.exception_handler(LorryError)(_on_lorry_error)
+    app.exception_handler(RequestValidationError)(_on_validation_error)
+    app.exception_handler(HTTPException)(_on_http_exception)
+    app.exception_handler(Exception)(_on_unexpected_error)
+    if config.api_key is not None:
+        app.add_middleware(RequireKey, key=config.api_key)
+    return app
+
+
+async def page() -> Response:
+    """The page on which adapters are tried side by side."""
+    return FileResponse(UI_FOLDER / "index.html")
+
+
+async def list_models(request: Request) -> Response:
+    """The base and every adapter that can be asked for now."""
+    return JsonResponse(ModelList(data=_model_cards(request)))
+
+
+async def get_model(model_id: str, request: Request) -> Response:
+    """One model, by its exact id."""
+    for card in _model_cards(request):
+        if card.id == model_id:
+            return JsonResponse(card)
+    raise ModelNotFound(f"the model {model_id!r} does not exist; /v1/models lists what is served")
+
+
+def _model_cards(request: Request) -> list[ModelCard]:
+    front: Front = request.app.state.front
+    base, created = front.config.base_name, request.app.state.created
+    cards = [ModelCard(id=base, created=created, root=front.config.model, parent=None)]
+    for adapter in front.client.adapters.values():
+        card = ModelCard(id=adapter.name, created=created, root=adapter.path, parent=base, rank=adapter.rank)
+        cards.append(card)
+    return cards
+
+
+async def health(request: Request) -> Response:
+    """200 when requests can be taken, else 503 with the reason."""
+    reason = request.app.state.front.client.reason
+    if reason is None:
+        return JsonResponse({"status": "ok"})
+    return JsonResponse({"status": "unavailable", "reason": reason}, status_code=503)
+
+
+async def _on_lorry_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, LorryError)
+    return JsonResponse(lorry_error_body(error), status_code=error.status)
+
+
+async def _on_validation_error(_: Request, error: Exception) -> Response:
+    """The first thing that is wrong with a body, as a 400 that names the field."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"][1:]]
+    param = path[0] if path and first["type"] != "json_invalid" else None
+    match first["type"]:
+        case "json_invalid":
+            message = f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}"
+        case "extra_forbidden":
+            message = f"unknown field {'.'.join(path)!r}"
+        case "model_attributes_type" | "dict_type" if not path:
+            message = "the body must be a JSON object, sent with Content-Type: application/json"
+        case "missing":
+            message = f"the field {'.'.join(path)!r} is missing" if path else "the body is missing"
+        case _:
+            message = f"{'.'.join(path) or 'body'}: {first['msg']}"
+    return JsonResponse(error_body(message, 400, InvalidRequest.code, param), status_code=400)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    body = error_body(message, error.status_code, None)
+    return JsonResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+async def _on_unexpected_error(_: Request, error: Exception) -> Response:
+    """A bug of ours; its traceback is logged by the server."""
+    body = error_body(f"internal error ({type(error).__name__})", 500, LorryError.code)
+    return JsonResponse(body, status_code=500)
+
+
+class RequireKey:
+    """ASGI middleware: everything below /v1 needs the key as bearer token."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/v1"):
+            given = Headers(scope=scope).get("authorization", "")
+            if not secrets.compare_digest(given.encode("latin-1"), self._expected):
+                body = error_body("the API key is missing or wrong: send it as bearer token", 401, "invalid_api_key")
+                response = JsonResponse(body, status_code=401, headers={"www-authenticate": "Bearer"})
+                return await response(scope, receive, send)
+        await self._app(scope, receive, send)
