@@ -99,7 +99,10 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A loaded adapter, as users see it. `rank` is the largest of its ranks, `num_bytes` its size on the device."""
+    """A loaded adapter, as users see it. `rank` is the largest of its ranks, `num_bytes` its size on the device.
+
+    `description` and `examples` (prompts that show what it does) are from the card in its folder, if it has one.
+    """
 
     name: str
     uid: AdapterUid
@@ -109,6 +112,8 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     target_modules: tuple[str, ...]
     base_model_name: str | None = None
     warnings: tuple[str, ...] = ()
+    description: str | None = None
+    examples: tuple[str, ...] = ()
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

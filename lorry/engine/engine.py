@@ -11,6 +11,7 @@ from lorry.engine.build import Parts, build
 from lorry.engine.sequence import Sequence
 from lorry.errors import AdapterCapacity, ContextLengthExceeded, InvalidRequest, LorryError
 from lorry.lora.adapter import load_adapter
+from lorry.lora.card import AdapterCard, read_card
 from lorry.lora.store import AdapterStore
 from lorry.lora.weights import AdapterWeights
 from lorry.types import (
@@ -33,6 +34,7 @@ class PreparedAdapter:
     name: str
     path: str
     weights: AdapterWeights
+    card: AdapterCard
 
 
 class Engine:
@@ -170,7 +172,7 @@ class Engine:
         weights = load_adapter(
             name, path, self._parts.sites, self._parts.loaded.dtype, config.max_lora_rank, config.lora_target_modules
         )
-        return PreparedAdapter(name, path, weights)
+        return PreparedAdapter(name, path, weights, read_card(path))
 
     def register_adapter(self, prepared: PreparedAdapter) -> AdapterInfo:
         """Put a prepared adapter on the device under its name; `LorryError` when taken or full."""
@@ -188,6 +190,8 @@ class Engine:
             target_modules=prepared.weights.target_modules,
             base_model_name=prepared.weights.base_model_name,
             warnings=prepared.weights.warnings,
+            description=prepared.card.description,
+            examples=prepared.card.examples,
         )
         self._store.add(info, slot)
         return info

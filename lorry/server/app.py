@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from msgspec import UNSET
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse
@@ -17,7 +20,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorry.config import ServerConfig
-from lorry.errors import InvalidRequest, LorryError, ModelNotFound
+from lorry.errors import EngineUnavailable, InvalidRequest, LorryError, ModelNotFound
 from lorry.server import adapters, chat, completions
 from lorry.server.client import EngineClient
 from lorry.server.generate import Front
@@ -26,6 +29,10 @@ from lorry.server.responses import JsonResponse, error_body, lorry_error_body
 from lorry.text import Tokenizer
 
 UI_FOLDER = Path(__file__).parent / "ui"
+
+
+ANSWER_SECONDS = 30.0
+"""An engine that is alive but silent for so long, many times the longest step, is reported as unavailable."""
 
 
 def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
@@ -78,16 +85,29 @@ def _model_cards(request: Request) -> list[ModelCard]:
     base, created = front.config.base_name, request.app.state.created
     cards = [ModelCard(id=base, created=created, root=front.config.model, parent=None)]
     for adapter in front.client.adapters.values():
-        card = ModelCard(id=adapter.name, created=created, root=adapter.path, parent=base, rank=adapter.rank)
+        card = ModelCard(
+            id=adapter.name,
+            created=created,
+            root=adapter.path,
+            parent=base,
+            rank=adapter.rank,
+            description=adapter.description or UNSET,
+            examples=adapter.examples or UNSET,
+        )
         cards.append(card)
     return cards
 
 
 async def health(request: Request) -> Response:
-    """200 when requests can be taken, else 503 with the reason."""
-    reason = request.app.state.front.client.reason
+    """200 with the engine's live counts when requests can be taken, else 503 with the reason."""
+    client: EngineClient = request.app.state.front.client
+    reason = client.reason
     if reason is None:
-        return JsonResponse({"status": "ok"})
+        try:
+            stats = await asyncio.wait_for(client.stats(), ANSWER_SECONDS)
+            return JsonResponse({"status": "ok", "engine": msgspec.structs.asdict(stats)})
+        except (EngineUnavailable, TimeoutError):
+            reason = client.reason or f"the engine has not answered for {ANSWER_SECONDS:.0f} seconds"
     return JsonResponse({"status": "unavailable", "reason": reason}, status_code=503)
 
 

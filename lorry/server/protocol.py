@@ -283,6 +283,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     parent: str | None
     rank: int | UnsetType = UNSET
+    description: str | UnsetType = UNSET
+    examples: tuple[str, ...] | UnsetType = UNSET
     object: str = "model"
     owned_by: str = "lorry"
 

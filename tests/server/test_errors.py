@@ -97,4 +97,7 @@ def test_the_page_and_its_parts_are_served(server: RunningServer):
 
 def test_health(server: RunningServer):
     response = server.http.get("/health")
-    assert (response.status_code, response.json()) == (200, {"status": "ok"})
+    assert (response.status_code, response.json()["status"]) == (200, "ok")
+    engine = response.json()["engine"]
+    assert (engine["num_running"], engine["num_waiting"], engine["pages_in_use"]) == (0, 0, 0)
+    assert engine["pages_total"] > 0
