@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from lorry.engine.llm import LLM, Completion, RequestOutput
 
 # Threads of torch that wait for each other would spin; on a machine where anything else runs, they then keep from the
-# processor the very thread that they wait for, and a model on the CPU becomes up to 20 times slower. Read at import of torch.
+# processor the very thread that they wait for, and a model on the CPU becomes up to 20 times slower. torch reads this
+# when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
