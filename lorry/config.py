@@ -44,15 +44,18 @@ class EngineConfig(BaseModel):
     max_running_requests: int = Field(64, ge=1, description="most requests in one step")
     chunked_prefill_size: int = Field(512, ge=1, description="most rows (tokens) in one step")
     max_total_tokens: int | None = Field(None, ge=PAGE_SIZE, description="tokens that the KV pool holds")
+    disable_cuda_graph: bool = Field(False, description="run decode steps eagerly on CUDA too")
     mem_fraction_static: float = Field(
         0.3, gt=0, lt=1, description="share of the device's free memory for KV, where max-total-tokens is not given"
     )
     disable_radix_cache: bool = Field(False, description="do not share the KV of equal prefixes")
-    attention_backend: Literal["auto", "torch"] = Field("auto", description="implementation of attention")
+    attention_backend: Literal["auto", "torch", "triton"] = Field("auto", description="implementation of attention")
 
     enable_lora: bool = Field(True, description="serve adapters")
     lora_paths: dict[str, str] = Field(default_factory=dict, description="adapters to load at start: NAME=PATH ...")
-    lora_backend: Literal["auto", "torch"] = Field("auto", description="implementation of LoRA on linear layers")
+    lora_backend: Literal["auto", "torch", "triton", "csgmv"] = Field(
+        "auto", description="implementation of LoRA on linear layers"
+    )
     lora_use_virtual_experts: bool = Field(
         True, description="group LoRA on experts by (adapter, expert); off: one adapter after the other"
     )

@@ -1,3 +1,8 @@
-"""Imports Lorry before torch, so that torch's threads wait as they do in service."""
+"""Set before torch and Triton are imported: how threads wait, and Triton's interpreter where there is no GPU."""
 
-import lorry  # noqa: F401
+import os
+
+import lorry  # noqa: F401  (sets how torch's threads wait)
+
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")

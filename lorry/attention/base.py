@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from lorry.errors import ConfigError
@@ -23,6 +27,18 @@ class AttentionBatch:
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     pages: tuple[tuple[int, ...], ...]
+    write_slots: Tensor
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """A step of decodes, one row for each sequence, all on the device: what a captured graph reads.
+
+    `pages` [B, max_pages] int32, `context_lens` [B] int32 (0: padding), `write_slots` [B] int64 (-1: padding).
+    """
+
+    pages: Tensor
+    context_lens: Tensor
     write_slots: Tensor
 
 
@@ -48,9 +64,19 @@ class AttentionBackend(Protocol):
     def run(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, params: AttentionParams) -> Tensor:
         """Write k, v to the pool, then attend. q [T, H, key_dim], k [T, Hkv, key_dim], v [T, Hkv, value_dim].
 
+        Rows behind those of the plan are padding: they are written nowhere and their result is arbitrary but finite.
         Returns [T, H, value_dim]. Row t of sequence i sees its context up to its own position, and with a
         `sliding_window` w only the last w of these.
         """
+        ...
+
+
+@runtime_checkable
+class CapturableAttention(AttentionBackend, Protocol):
+    """A backend whose steps of decodes can be captured in a CUDA graph."""
+
+    def plan_decode(self, batch: DecodeBatch) -> None:
+        """As `plan`, for a step of decodes whose description is on the device already, at fixed addresses."""
         ...
 
 
@@ -58,12 +84,16 @@ ATTENTION_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {}
 """Name -> constructor; each backend's module adds itself."""
 
 
-def make_attention_backend(name: str) -> AttentionBackend:
-    """The backend of that name; `auto` is `torch`, the one that runs everywhere."""
-    import lorry.attention.torch  # noqa: F401  (registers itself)
+_MODULES = ("torch", "triton")
 
-    chosen = "torch" if name == "auto" else name
-    if chosen not in ATTENTION_BACKENDS:
-        known = ", ".join(sorted(ATTENTION_BACKENDS))
-        raise ConfigError(f"attention backend {name!r} is unknown; there are: {known}")
-    return ATTENTION_BACKENDS[chosen]()
+
+def make_attention_backend(name: str, device: torch.device) -> AttentionBackend:
+    """The backend of that name; `auto` is `triton` on CUDA and `torch`, which runs everywhere, elsewhere."""
+    if name == "auto":
+        name = "triton" if device.type == "cuda" and importlib.util.find_spec("triton") else "torch"
+    if name not in _MODULES:
+        raise ConfigError(f"attention backend {name!r} is unknown; there are: auto, {', '.join(_MODULES)}")
+    if name == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError("attention backend 'triton' needs a CUDA device; use --attention-backend torch, or auto")
+    importlib.import_module(f"lorry.attention.{name}")
+    return ATTENTION_BACKENDS[name]()

@@ -29,18 +29,18 @@ class TorchAttention:
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, params: AttentionParams) -> Tensor:
-        kv.keys[self._batch.write_slots] = k
-        kv.values[self._batch.write_slots] = v
+        num_rows = len(self._batch.write_slots)
+        kv.keys[self._batch.write_slots] = k[:num_rows]
+        kv.values[self._batch.write_slots] = v[:num_rows]
         attend = _attend_explicitly if params.sinks is not None or params.softcap else _attend
-        queries = q.split_with_sizes(self._batch.query_lens)
+        queries = q[:num_rows].split_with_sizes(self._batch.query_lens)
         keys = kv.keys[self._context_slots].split_with_sizes(self._batch.context_lens)
         values = kv.values[self._context_slots].split_with_sizes(self._batch.context_lens)
-        return torch.cat(
-            [
-                attend(queries[i], keys[i], values[i], self._mask(i, params.sliding_window), params)
-                for i in range(len(queries))
-            ]
-        )
+        out = [
+            attend(queries[i], keys[i], values[i], self._mask(i, params.sliding_window), params)
+            for i in range(len(queries))
+        ]
+        return torch.cat([*out, v.new_zeros(q.shape[0] - num_rows, q.shape[1], v.shape[2])])
 
     def _mask(self, i: int, window: int | None) -> Tensor | None:
         """Boolean [rows, context] of what each row of sequence i may see; None when it sees all."""

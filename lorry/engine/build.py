@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
-from lorry.attention.base import make_attention_backend
+from lorry.attention.base import CapturableAttention, make_attention_backend
 from lorry.config import PAGE_SIZE, EngineConfig
+from lorry.engine.graphs import DecodeGraphs
 from lorry.engine.runner import ModelRunner
 from lorry.engine.scheduler import Scheduler
 from lorry.engine.sequence import ScheduledChunk, Sequence, StepPlan
@@ -59,7 +60,7 @@ def build_around(
     attach_lora(loaded.model, sites, lora)
 
     num_pages, context = _size_kv(loaded, config)
-    attention = make_attention_backend(config.attention_backend)
+    attention = make_attention_backend(config.attention_backend, loaded.device)
     bind_attention(loaded.model, attention, allocate_kv(loaded.kv_shapes, num_pages, loaded.dtype, loaded.device))
     runner = ModelRunner(loaded, attention, lora)
     scheduler = Scheduler(
@@ -68,6 +69,9 @@ def build_around(
         max(config.chunked_prefill_size, config.max_running_requests),
     )
     _self_check(loaded, runner)
+    if loaded.device.type == "cuda" and not config.disable_cuda_graph and isinstance(attention, CapturableAttention):
+        runner.graphs = DecodeGraphs(loaded.model, attention, lora, config.max_running_requests, context)
+        runner.graphs.capture(progress)
     progress(f"self-check passed; {num_pages * PAGE_SIZE:,} tokens of KV, {len(sites):,} LoRA sites")
 
     has_experts = any(site.kind == "experts" for site in find_sites(loaded.model))

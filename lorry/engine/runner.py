@@ -7,21 +7,27 @@ from torch import Tensor
 
 from lorry.attention.base import AttentionBackend, AttentionBatch
 from lorry.config import PAGE_SIZE
+from lorry.engine.graphs import DecodeGraphs
 from lorry.engine.sampler import Sampled, sample
 from lorry.engine.sequence import StepPlan
 from lorry.lora.batch import RequestRouting
 from lorry.lora.manager import LoRAManager
+from lorry.lora.reference import invariant_rows
 from lorry.models.loader import LoadedModel
 
 
 class ModelRunner:
     """One forward for a plan: all its rows as one packed sequence [1, T], logits only of the rows that sample."""
 
+    graphs: DecodeGraphs | None = None
+    """Captured decode steps, where there are any."""
+
     def __init__(self, loaded: LoadedModel, attention: AttentionBackend, lora: LoRAManager) -> None:
         self._model = loaded.model
         self._device = loaded.device
         self._attention = attention
         self._lora = lora
+        self._min_rows = invariant_rows(loaded.dtype, loaded.device)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Sampled:
@@ -31,7 +37,10 @@ class ModelRunner:
             row += chunk.num_tokens
             if chunk.samples:
                 last_rows.append(row - 1)
-        logits = self.forward(plan, last_rows)
+        if self.graphs is not None and self.graphs.fits(plan):
+            logits = self.graphs.replay(plan, _routing(plan))
+        else:
+            logits = self.forward(plan, last_rows)
         return sample(logits, [chunk.sequence for chunk in plan.chunks if chunk.samples])
 
     @torch.inference_mode()
@@ -54,20 +63,23 @@ class ModelRunner:
                 write_slots=self._int64(write_slots),
             )
         )
-        self._lora.prepare_lora_batch(
-            RequestRouting(
-                seq_lens=tuple(chunk.num_tokens for chunk in plan.chunks),
-                slots=tuple(chunk.sequence.slot for chunk in plan.chunks),
-            )
-        )
+        padding = max(0, self._min_rows - plan.num_tokens)
+        self._lora.prepare_lora_batch(_routing(plan), plan.num_tokens + padding if padding else None)
         output = self._model(
-            input_ids=self._int64(token_ids)[None],
-            position_ids=self._int64(positions)[None],
+            input_ids=self._int64(token_ids + [0] * padding)[None],
+            position_ids=self._int64(positions + [0] * padding)[None],
             use_cache=False,
-            logits_to_keep=self._int64(logit_rows),
+            logits_to_keep=self._int64(logit_rows + [0] * (self._min_rows - len(logit_rows))),
         )
-        logits: Tensor = output.logits[0]
+        logits: Tensor = output.logits[0, : len(logit_rows)]
         return logits
 
     def _int64(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _routing(plan: StepPlan) -> RequestRouting:
+    return RequestRouting(
+        seq_lens=tuple(chunk.num_tokens for chunk in plan.chunks),
+        slots=tuple(chunk.sequence.slot for chunk in plan.chunks),
+    )

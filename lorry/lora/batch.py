@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,7 +23,9 @@ class LoRABatchInfo:
     segment. `req_seg_indptr` [bs + 1] and `req_weight_indices` [bs] are rows and slot of each request, in the order
     of the batch; they are None only where the backend's segments are the requests themselves.
     `token_slots` [T] is the slot of each row, -1 for the base. All tensors are int32 on the device.
-    `slots` lists the distinct adapters of the step on the host. Source: SGLang's structure of the same name.
+    `slots` lists the distinct adapters of the step on the host. `max_seg_len` rows of one segment and `max_rank` rank
+    rows are what kernels are launched for. In a padded step the tensors are `fixed`: shapes and addresses are those
+    of its size, padding is -1, and the launches must not depend on `slots`. Source: SGLang's structure of the name.
     """
 
     bs: int
@@ -32,6 +37,9 @@ class LoRABatchInfo:
     permutation: Tensor | None = None
     req_seg_indptr: Tensor | None = None
     req_weight_indices: Tensor | None = None
+    max_seg_len: int = 1
+    max_rank: int = 1
+    fixed: bool = False
 
     @property
     def requests(self) -> tuple[Tensor, Tensor]:
@@ -59,6 +67,38 @@ class RequestRouting:
         for length in self.seq_lens:
             sums.append(sums[-1] + length)
         return sums
+
+
+@dataclass(frozen=True)
+class PackedRouting:
+    """The request view of a step as int32 arrays: `indptr` [bs + 1], `slots` [bs], `token_slots` [T]."""
+
+    indptr: npt.NDArray[np.int32]
+    slots: npt.NDArray[np.int32]
+    token_slots: npt.NDArray[np.int32]
+    padded: bool
+
+    @classmethod
+    def of(cls, routing: RequestRouting, num_padded_tokens: int | None = None, padded_bs: int | None = None) -> Self:
+        """Padding requests have slot -1 and one row each while there are padding rows; the last takes the rest.
+
+        Padding rows that find no padding request are in no request; their slot is -1 all the same.
+        """
+        indptr = np.array(routing.indptr(), dtype=np.int32)
+        slots = np.array(routing.slots, dtype=np.int32)
+        num_tokens, bs = int(indptr[-1]), len(slots)
+        total = num_tokens if num_padded_tokens is None else num_padded_tokens
+        total_bs = bs if padded_bs is None else padded_bs
+        assert num_tokens <= total, f"{num_tokens} rows do not fit in a step padded to {total}"
+        assert bs <= total_bs, f"{bs} requests do not fit in a step padded to {total_bs}"
+        token_slots = np.full(total, BASE_SLOT, dtype=np.int32)
+        token_slots[:num_tokens] = np.repeat(slots, np.diff(indptr))
+        if total_bs > bs:
+            ends = np.minimum(num_tokens + np.arange(1, total_bs - bs + 1), total).astype(np.int32)
+            ends[-1] = total
+            indptr = np.concatenate([indptr, ends])
+            slots = np.concatenate([slots, np.full(total_bs - bs, BASE_SLOT, dtype=np.int32)])
+        return cls(indptr, slots, token_slots, num_padded_tokens is not None)
 
 
 def token_slots(req_seg_indptr: Tensor, req_weight_indices: Tensor, num_tokens: int) -> Tensor:

@@ -14,6 +14,7 @@ from lorry.lora.experts.base import ExpertsLayer, make_experts_backend
 from lorry.lora.weights import AdapterWeights
 from lorry.models.hooks import ExpertsHook
 from lorry.models.sites import Site, find_experts
+from lorry.types import BASE_SLOT
 
 
 class LoRAManager:
@@ -27,8 +28,9 @@ class LoRAManager:
     ) -> None:
         self.arena = arena
         self.dense = make_dense_backend(lora_backend, arena, device) if arena is not None else None
-        self.experts = make_experts_backend(use_virtual_experts, arena)
+        self.experts = make_experts_backend(use_virtual_experts, arena, device)
         self.batch: LoRABatchInfo | None = None
+        self._capturing = False
 
     def bind_experts(self, model: nn.Module, sites: Sequence[Site]) -> None:
         """Make every experts module of the model call the experts backend."""
@@ -50,19 +52,45 @@ class LoRAManager:
         assert self.arena is not None
         self.arena.release(slot)
 
-    def prepare_lora_batch(self, routing: RequestRouting) -> None:
-        """Set the routing of the next forward; a step of base rows only does no LoRA work at all."""
+    def prepare_lora_batch(self, routing: RequestRouting, num_padded_tokens: int | None = None) -> None:
+        """Set the routing of the next forward; a step of base rows only does no LoRA work at all.
+
+        `num_padded_tokens`: the next forward is the replay of a graph captured for so many rows.
+        """
         if self.dense is None or not routing.adapter_slots:
             self.batch = None
         else:
-            self.batch = self.dense.prepare_lora_batch(routing)
+            self.batch = self.dense.prepare_lora_batch(routing, num_padded_tokens)
+
+    def init_cuda_graphs(self, max_batch_size: int) -> bool:
+        """Allocate what captured decode steps read; False when there is no LoRA to capture."""
+        if self.dense is None:
+            return False
+        self.dense.init_cuda_graph_batch_info(max_batch_size, max_batch_size)
+        return True
+
+    def prepare_capture(self, num_tokens: int, with_lora: bool) -> None:
+        """Set up the capture of a step of `num_tokens` rows, all of them padding.
+
+        With LoRA, every site is launched, whatever is resident now: the kernels find out in the tables.
+        """
+        self._capturing = with_lora
+        routing = RequestRouting((1,) * num_tokens, (BASE_SLOT,) * num_tokens)
+        self.batch = self.dense.prepare_lora_batch(routing, num_tokens) if self.dense and with_lora else None
+
+    def end_capture(self) -> None:
+        """Back to steps of their own."""
+        self._capturing = False
+        self.batch = None
 
     def applies_to(self, site: int) -> bool:
         """Whether any adapter of this step has weights at the site."""
-        return self.batch is not None and self.arena is not None and self.arena.touches(site, self.batch.slots)
+        if self.batch is None or self.arena is None:
+            return False
+        return self._capturing or self.arena.touches(site, self.batch.slots)
 
     def add_lora(self, y: Tensor, x: Tensor, site: int) -> None:
         """Add this step's LoRA of a site in place: y [..., out], x [..., in], with one row for each token."""
         assert self.batch is not None
         assert self.dense is not None
-        self.dense.add_lora(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), site, self.batch)
+        self.dense.add_lora(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), (site,), self.batch)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import logging
+import os
 from collections.abc import Callable
 from typing import Protocol
 
@@ -12,30 +16,68 @@ from lorry.errors import ConfigError
 from lorry.lora.arena import Arena
 from lorry.lora.batch import LoRABatchInfo, RequestRouting
 
+_log = logging.getLogger(__name__)
+
 
 class DenseBackend(Protocol):
     """y += scale * (x A^T) B^T for each row's own adapter; rows of the base are not touched."""
 
     name: str
 
-    def prepare_lora_batch(self, routing: RequestRouting) -> LoRABatchInfo:
-        """Segment the rows of one step; called once per step, only when at least one row has an adapter."""
+    def init_cuda_graph_batch_info(self, max_bs: int, max_tokens: int) -> None:
+        """Allocate the fixed buffers of padded steps, once, before any graph is captured.
+
+        `ConfigError` where the backend cannot be captured.
+        """
         ...
 
-    def add_lora(self, y: Tensor, x: Tensor, site: int, info: LoRABatchInfo) -> None:
-        """Add LoRA in place: y [T, out], x [T, in]; products are accumulated in float32."""
+    def prepare_lora_batch(self, routing: RequestRouting, num_padded_tokens: int | None = None) -> LoRABatchInfo:
+        """Segment the rows of one step; called once per step, outside of any graph. Never synchronises with a GPU.
+
+        With `num_padded_tokens`, a size that a graph is captured for: everything is in the fixed buffers, where the
+        next call writes too; shapes depend on `num_padded_tokens` alone. Rows are padded to it and requests to it or
+        to `max_bs`, whichever is less: padding has slot -1. Call on the stream that runs the step.
+        """
+        ...
+
+    def add_lora(self, y: Tensor, x: Tensor, sites: tuple[int, ...], info: LoRABatchInfo) -> None:
+        """Add LoRA of one to three sites that read the same x, in place; products are accumulated in float32.
+
+        x [T, in]; y [T, sum of the sites' out], their columns one after another; rows may be strided.
+        """
         ...
 
 
 DENSE_BACKENDS: dict[str, Callable[[Arena, torch.device], DenseBackend]] = {}
 """Name -> constructor; each backend's module adds itself."""
 
+_MODULES = ("torch", "triton", "csgmv")
+
 
 def make_dense_backend(name: str, arena: Arena, device: torch.device) -> DenseBackend:
-    """The backend of that name; `auto` is `torch`, the one that runs everywhere."""
-    import lorry.lora.backends.torch  # noqa: F401  (registers itself)
+    """The backend of that name; `auto` is `csgmv` on CUDA and `torch` elsewhere.
 
-    chosen = "torch" if name == "auto" else name
-    if chosen not in DENSE_BACKENDS:
-        raise ConfigError(f"LoRA backend {name!r} is unknown; there are: {', '.join(sorted(DENSE_BACKENDS))}")
-    return DENSE_BACKENDS[chosen](arena, device)
+    `ConfigError` for a name that is unknown or cannot run on the device.
+    """
+    if name == "auto":
+        obstacle = _obstacle("csgmv", device)
+        name = "csgmv" if obstacle is None and device.type == "cuda" else "torch"
+        _log.info("LoRA backend auto is %s (%s)", name, obstacle or f"on {device.type}")
+    if name not in _MODULES:
+        raise ConfigError(f"LoRA backend {name!r} is unknown; there are: auto, {', '.join(_MODULES)}")
+    obstacle = _obstacle(name, device)
+    if obstacle is not None:
+        raise ConfigError(f"LoRA backend {name!r} cannot run: {obstacle}; use --lora-backend torch, or auto")
+    importlib.import_module(f"lorry.lora.backends.{name}")
+    return DENSE_BACKENDS[name](arena, device)
+
+
+def _obstacle(name: str, device: torch.device) -> str | None:
+    """Why a backend cannot run here, or None."""
+    if name == "torch":
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"its kernels need a CUDA device, not {device.type} (or TRITON_INTERPRET=1, for tests)"
+    return None

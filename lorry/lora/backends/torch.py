@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lorry.errors import ConfigError
 from lorry.lora.arena import Arena
 from lorry.lora.backends.base import DENSE_BACKENDS
-from lorry.lora.batch import LoRABatchInfo, RequestRouting, int_tensor, token_slots
+from lorry.lora.batch import LoRABatchInfo, PackedRouting, RequestRouting, int_tensor
+from lorry.lora.reference import lora_delta
 from lorry.types import BASE_SLOT
 
 
@@ -20,37 +22,41 @@ class TorchBackend:
         self._arena = arena
         self._device = device
 
-    def prepare_lora_batch(self, routing: RequestRouting) -> LoRABatchInfo:
-        indptr = int_tensor(routing.indptr(), self._device)
-        requests = int_tensor(routing.slots, self._device)
-        row_slots = token_slots(indptr, requests, sum(routing.seq_lens))
-        slots = routing.adapter_slots
-        counts = [sum(n for n, s in zip(routing.seq_lens, routing.slots, strict=True) if s == slot) for slot in slots]
-        num_base = sum(routing.seq_lens) - sum(counts)
-        order = torch.argsort(row_slots, stable=True).to(torch.int32)
-        return LoRABatchInfo(
-            bs=len(routing.slots),
-            num_segments=len(slots) + 1,
-            seg_indptr=int_tensor([0, *RequestRouting((num_base, *counts), ()).indptr()[1:]], self._device),
-            weight_indices=int_tensor([BASE_SLOT, *slots], self._device),
-            token_slots=row_slots,
-            slots=slots,
-            permutation=order,
-            req_seg_indptr=indptr,
-            req_weight_indices=requests,
+    def init_cuda_graph_batch_info(self, max_bs: int, max_tokens: int) -> None:
+        raise ConfigError(
+            "LoRA backend 'torch' cannot be captured into CUDA graphs: use --lora-backend csgmv or triton"
         )
 
-    def add_lora(self, y: Tensor, x: Tensor, site: int, info: LoRABatchInfo) -> None:
+    def prepare_lora_batch(self, routing: RequestRouting, num_padded_tokens: int | None = None) -> LoRABatchInfo:
+        packed = PackedRouting.of(routing, num_padded_tokens, num_padded_tokens)
+        row_slots = torch.from_numpy(packed.token_slots)
+        slots = routing.adapter_slots
+        counts = [int((row_slots == slot).sum()) for slot in (BASE_SLOT, *slots)]
+        order = torch.argsort(row_slots, stable=True).to(torch.int32)
+        return LoRABatchInfo(
+            bs=len(packed.slots),
+            num_segments=len(slots) + 1,
+            seg_indptr=int_tensor(RequestRouting(tuple(counts), ()).indptr(), self._device),
+            weight_indices=int_tensor([BASE_SLOT, *slots], self._device),
+            token_slots=row_slots.to(self._device),
+            slots=slots,
+            permutation=order.to(self._device),
+            req_seg_indptr=torch.from_numpy(packed.indptr).to(self._device),
+            req_weight_indices=torch.from_numpy(packed.slots).to(self._device),
+        )
+
+    def add_lora(self, y: Tensor, x: Tensor, sites: tuple[int, ...], info: LoRABatchInfo) -> None:
         assert info.permutation is not None
         bounds = info.seg_indptr.tolist()
+        parts = torch.split(y, [self._arena.sites[site].out_features for site in sites], dim=1)
         for segment, slot in enumerate(info.slots, start=1):
-            resident = self._arena.get(site, slot)
-            if resident is None:
-                continue
             rows = info.permutation[bounds[segment] : bounds[segment + 1]]
-            shrunk = x[rows].float() @ resident.a[0].float().T
-            delta = (shrunk * resident.scale) @ resident.b[0].float()
-            y[rows] = (y[rows].float() + delta).to(y.dtype)
+            for part, site in zip(parts, sites, strict=True):
+                resident = self._arena.get(site, slot)
+                if resident is None:
+                    continue
+                delta = lora_delta(x[rows], resident.a[0], resident.b[0], resident.scale)
+                part[rows] = (part[rows].float() + delta).to(y.dtype)
 
 
 DENSE_BACKENDS["torch"] = TorchBackend

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 
 from lorry.errors import ConfigError
 from lorry.lora.arena import Arena, ResidentSite
 from lorry.lora.batch import LoRABatchInfo
+from lorry.lora.reference import lora_delta, pad_rows
 from lorry.models.sites import Site
-
-_INVARIANT_ROWS = 12
-"""From so many rows up a float32 product on a CPU gives each row the same bits whatever the number of rows."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,13 @@ class ExpertsLayer:
         bias = getattr(self.module, f"{name}_bias")[expert] if self.module.has_bias else None
         if self.module.is_transposed:
             weight = weight.T
-        rows = x.shape[0]
-        if x.dtype == torch.float32 and x.device.type == "cpu" and rows < _INVARIANT_ROWS:
-            x = pad(x, (0, 0, 0, _INVARIANT_ROWS - rows))
-        return linear(x, weight, bias)[:rows]
+        return linear(pad_rows(x), weight, bias)[: x.shape[0]]
 
 
 def add_expert_lora(y: Tensor, x: Tensor, site: ResidentSite | None, expert: int) -> None:
     """y += scale * (x a^T) b of one expert, in place, accumulated in float32: y [n, out], x [n, in]."""
     if site is not None:
-        delta = (x.float() @ site.a[expert].float().T * site.scale) @ site.b[expert].float()
+        delta = lora_delta(x, site.a[expert], site.b[expert], site.scale)
         y.copy_((y.float() + delta).to(y.dtype))
 
 
@@ -98,13 +96,44 @@ class ExpertsBackend(Protocol):
 EXPERTS_BACKENDS: dict[str, Callable[[Arena | None], ExpertsBackend]] = {}
 """Name -> constructor; each backend's module adds itself."""
 
+TRITON_BACKENDS = ("fused", "merged")
 
-def make_experts_backend(use_virtual_experts: bool, arena: Arena | None) -> ExpertsBackend:
-    """`virtual` where virtual experts are asked for, else `torch`; without an arena both serve the base alone."""
-    import lorry.lora.experts.torch
-    import lorry.lora.experts.virtual  # noqa: F401  (both register themselves)
+_MODULES = {"torch": "torch", "virtual": "virtual", "fused": "triton", "merged": "triton"}
+"""Name -> module that registers it."""
 
-    name = "virtual" if use_virtual_experts else "torch"
-    if name not in EXPERTS_BACKENDS:
-        raise ConfigError(f"experts backend {name!r} is unknown; there are: {', '.join(sorted(EXPERTS_BACKENDS))}")
+
+def has_triton_experts(device: torch.device) -> bool:
+    """Whether the Triton backends can run there: on CUDA, or in Triton's interpreter; and Triton is installed."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def choose_experts_backend(use_virtual_experts: bool, device: torch.device) -> str:
+    """What `auto` means: on CUDA `fused`, or `merged` without virtual experts; elsewhere `virtual` or `torch`."""
+    if device.type == "cuda" and has_triton_experts(device):
+        return "fused" if use_virtual_experts else "merged"
+    return "virtual" if use_virtual_experts else "torch"
+
+
+def make_experts_backend(
+    use_virtual_experts: bool, arena: Arena | None, device: torch.device | None = None, name: str = "auto"
+) -> ExpertsBackend:
+    """The backend `name`, or the choice of `auto`; without an arena it serves the base alone.
+
+    `device` is where the model is (default: where the arena is, else CUDA where there is one). `ConfigError` where
+    the backend asked for is unknown or cannot run on that device.
+    """
+    if device is None:
+        device = (
+            arena.data.device if arena is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        )
+    if name == "auto":
+        name = choose_experts_backend(use_virtual_experts, device)
+    if name not in _MODULES or (name in TRITON_BACKENDS and not has_triton_experts(device)):
+        raise ConfigError(
+            f"experts backend {name!r} is unknown or cannot run on {device.type}; there are: {', '.join(_MODULES)} "
+            f"({' and '.join(TRITON_BACKENDS)} need Triton and CUDA, or TRITON_INTERPRET=1)"
+        )
+    importlib.import_module(f"lorry.lora.experts.{_MODULES[name]}")
     return EXPERTS_BACKENDS[name](arena)
