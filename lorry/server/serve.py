@@ -144,7 +144,7 @@ def print_summary(
     for adapter in adapters:
         for warning in adapter.warnings:
             console.print(f"[yellow]{escape(adapter.name)}: {escape(warning)}[/yellow]", highlight=False)
-    console.print(_curl(config, adapters, url), markup=False, highlight=False, soft_wrap=True)
+    console.print(_try_it(config, adapters, url), markup=False, highlight=False, soft_wrap=True)
 
 
 def _facts(config: EngineConfig, info: EngineInfo, adapters: list[AdapterInfo]) -> list[tuple[str, str]]:
@@ -179,12 +179,25 @@ def _adapter_table(adapters: list[AdapterInfo]) -> Table:
     return table
 
 
-def _curl(config: ServerConfig, adapters: list[AdapterInfo], url: str) -> str:
-    """A command that shows the server at work: an answer of the first adapter, or of the base."""
+def _try_it(config: ServerConfig, adapters: list[AdapterInfo], url: str) -> str:
+    """Lines to paste that show the server at work: an answer of the first adapter, or of the base."""
     model = adapters[0].name if adapters else config.base_name
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]}, ensure_ascii=False)
+    question = adapters[0].examples[0] if adapters and adapters[0].examples else "Hello!"
+    messages = json.dumps([{"role": "user", "content": question}], ensure_ascii=False)
+    name = json.dumps(model, ensure_ascii=False)
+    body = f'{{"model": {name}, "messages": {messages}, "max_tokens": 80}}'
     key = "" if config.api_key is None else ' -H "Authorization: Bearer $API_KEY"'
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
+    api_key = "none" if config.api_key is None else "YOUR KEY"
+    return "\n".join(
+        [
+            f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
+            "",
+            "from openai import OpenAI",
+            f'client = OpenAI(base_url="{url}/v1", api_key="{api_key}")',
+            f"answer = client.chat.completions.create(model={name}, messages={messages}, max_tokens=80)",
+            "print(answer.choices[0].message.content)",
+        ]
+    )
 
 
 def _bytes(size: int) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +28,10 @@ QUESTIONS = ["How do I make tea?", "Why is the sky blue?", "Tell me about the se
 
 @dataclass(frozen=True)
 class Demo:
-    """A running `lorry demo`: its address and its process."""
+    """A running `lorry demo`: its address and what it printed."""
 
     url: str
-    pid: int
+    log: Path
 
     @property
     def client(self) -> openai.AsyncOpenAI:
@@ -43,15 +45,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | {"COLUMNS": "200"})
     try:
-        yield Demo(_wait_for_url(log, process), process.pid)
+        yield Demo(_wait_for_url(log, process), log)
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(timeout=30)
 
 
 def _wait_for_url(log: Path, process: subprocess.Popen[bytes]) -> str:
-    import time
-
     for _ in range(2400):
         found = re.search(r"http://127\.0\.0\.1:[1-9]\d*", log.read_text())
         if found and httpx.get(f"{found[0]}/health").status_code == 200:
@@ -80,6 +80,19 @@ def _requests() -> list[tuple[str, str]]:
 def test_the_demo_has_at_least_four_adapters(served: Demo):
     models = httpx.get(f"{served.url}/v1/models").json()["data"]
     assert len([m for m in models if m["parent"] == "smollm2-moe"]) == len(demo.ADAPTERS) >= 4
+
+
+def test_the_lines_it_prints_work_when_pasted(served: Demo):
+    printed = served.log.read_text()
+    curl = next(line for line in printed.splitlines() if line.startswith("curl "))
+    lines = printed[printed.index("from openai import OpenAI") :].splitlines()
+    python = "\n".join(lines[: lines.index("print(answer.choices[0].message.content)") + 1])
+    by_curl = json.loads(subprocess.run(["bash", "-c", curl], capture_output=True, check=True, timeout=120).stdout)
+    by_python = subprocess.run(
+        [sys.executable, "-c", python], capture_output=True, check=True, timeout=120, text=True
+    )
+    assert by_curl["choices"][0]["message"]["content"]
+    assert by_python.stdout.strip()
 
 
 def test_32_streams_at_once_equal_the_same_requests_alone(served: Demo):

@@ -39,7 +39,7 @@ def test_split_experts_give_the_logits_of_the_fused_adapter(base: MixtralForCaus
     ids = torch.arange(12).reshape(1, 12)
     with torch.no_grad():
         fused = model(ids).logits
-    save_adapter(model, tmp_path, per_expert_keys=True)
+    save_adapter("json", model, tmp_path, per_expert_keys=True)
     plain = model.unload()
     with torch.no_grad():
         without = plain(ids).logits
