@@ -93,7 +93,8 @@ def choose_config(max_len: int, in_features: int, max_rank: int) -> DenseConfig:
     splits = 1 if in_features < 1024 else 4 if in_features < 8192 else 8
     if block_m <= 32:
         return DenseConfig(block_m, splits, False, False, rank_programs, 16, 128, 4, 4, 128, 4)
-    return DenseConfig(block_m, splits, True, True, rank_programs, 16, 64, 4, 3, 128, 4)
+    serial = block_m > 64  # else too few programs
+    return DenseConfig(block_m, splits, serial, True, rank_programs, 16, 64, 4, 3 if serial else 4, 128, 4)
 
 
 def lora_shrink(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lorry.errors import AdapterCapacity
 from lorry.lora.arena import Arena
 from lorry.lora.backends.base import make_dense_backend
 from lorry.lora.batch import LoRABatchInfo, RequestRouting
@@ -43,8 +44,15 @@ class LoRAManager:
             module.lorry_experts = bound(ExpertsLayer.of(module, own))
 
     def load(self, weights: AdapterWeights) -> int:
-        """Put an adapter on the device; returns its slot."""
+        """Put an adapter on the device; returns its slot. `AdapterCapacity` where it does not fit or cannot run."""
         assert self.arena is not None
+        assert self.dense is not None
+        limit = self.dense.max_rank
+        if limit is not None and weights.rank > limit:
+            raise AdapterCapacity(
+                f"rank {weights.rank} is above {limit}, the largest of LoRA backend {self.dense.name!r}: "
+                "start with --lora-backend torch to serve it"
+            )
         return self.arena.allocate(weights)
 
     def unload(self, slot: int) -> None:

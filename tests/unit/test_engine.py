@@ -213,3 +213,11 @@ def test_w15_no_adapter_named_is_the_base_always(adapters):
     base = tokens_of(run_engine(engine, [request("1", prompt(9, 3))])["1"])
     run_engine(engine, [request("2", prompt(9, 3), engine, "a")])
     assert tokens_of(run_engine(engine, [request("3", prompt(9, 3))])["3"]) == base
+
+
+def test_a_rank_past_the_backends_limit_is_refused_with_the_way_out(adapters, monkeypatch):
+    engine = make_engine(tiny_model("mixtral"))
+    monkeypatch.setattr(engine._parts.lora.dense, "max_rank", 4)
+    with pytest.raises(AdapterCapacity, match="'b': rank 5 is above 4.*--lora-backend torch"):
+        engine.register_adapter(engine.prepare_adapter("b", str(adapters["b"])))
+    engine.register_adapter(engine.prepare_adapter("a", str(adapters["a"])))

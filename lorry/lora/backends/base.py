@@ -23,6 +23,8 @@ class DenseBackend(Protocol):
     """y += scale * (x A^T) B^T for each row's own adapter; rows of the base are not touched."""
 
     name: str
+    max_rank: int | None
+    """The largest rank it can serve; None: any."""
 
     def init_cuda_graph_batch_info(self, max_bs: int, max_tokens: int) -> None:
         """Allocate the fixed buffers of padded steps, once, before any graph is captured.
@@ -34,9 +36,9 @@ class DenseBackend(Protocol):
     def prepare_lora_batch(self, routing: RequestRouting, num_padded_tokens: int | None = None) -> LoRABatchInfo:
         """Segment the rows of one step; called once per step, outside of any graph. Never synchronises with a GPU.
 
-        With `num_padded_tokens`, a size that a graph is captured for: everything is in the fixed buffers, where the
-        next call writes too; shapes depend on `num_padded_tokens` alone. Rows are padded to it and requests to it or
-        to `max_bs`, whichever is less: padding has slot -1. Call on the stream that runs the step.
+        Rows and requests are padded to `num_padded_tokens`, with slot -1. Where `init_cuda_graph_batch_info` has
+        reserved so many rows, everything is in the fixed buffers, which the next such call overwrites, requests are
+        padded to at most `max_bs`, and shapes depend on `num_padded_tokens` alone. Call on the stream of the step.
         """
         ...
 

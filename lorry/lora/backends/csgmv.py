@@ -20,7 +20,7 @@ def chunk_len(num_tokens: int) -> int:
 class CsgmvBackend(SegmentedBackend):
     """Rows sorted by slot into a permutation, each slot's rows cut into chunks; base rows come last, in no chunk.
 
-    Chunked segmented gather matrix-vector products, after SGLang's backend of this name.
+    One row needs no permutation. The name (chunked segmented gather matrix-vector) and the idea are SGLang's.
     """
 
     name = "csgmv"
@@ -45,7 +45,7 @@ class CsgmvBackend(SegmentedBackend):
         return Cut(
             seg_indptr=padded(starts, capacity + 1, int(lengths.sum())),
             weight_indices=padded(chunk_slots.astype(np.int32), capacity, -1),
-            permutation=np.argsort(base_last, kind="stable").astype(np.int32),
+            permutation=np.argsort(base_last, kind="stable").astype(np.int32) if num_tokens > 1 else None,
             max_seg_len=min(chunk, num_tokens),
         )
 

@@ -32,6 +32,7 @@ class SegmentedBackend(ABC):
     """
 
     name: str
+    max_rank: int | None = MAX_RANK
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
         self._arena = arena
@@ -57,12 +58,9 @@ class SegmentedBackend(ABC):
         self._buffers.reserve([max_bs + 1, max_bs, max_tokens, segments + 1, segments, max_tokens])
 
     def prepare_lora_batch(self, routing: RequestRouting, num_padded_tokens: int | None = None) -> LoRABatchInfo:
-        fixed = num_padded_tokens is not None
-        if num_padded_tokens is None:
-            packed = PackedRouting.of(routing)
-        else:
-            assert num_padded_tokens <= self._max_tokens, "init_cuda_graph_batch_info reserved less"
-            packed = PackedRouting.of(routing, num_padded_tokens, min(self._max_bs, num_padded_tokens))
+        fixed = num_padded_tokens is not None and num_padded_tokens <= self._max_tokens
+        padded_bs = min(self._max_bs, num_padded_tokens or 0) if fixed else num_padded_tokens
+        packed = PackedRouting.of(routing, num_padded_tokens, padded_bs)
         cut = self._cut(packed)
         arrays = [packed.indptr, packed.slots, packed.token_slots, cut.seg_indptr, cut.weight_indices]
         if cut.permutation is not None:

@@ -17,6 +17,7 @@ class TorchBackend:
     """Rows sorted by slot (stably, base rows first); each adapter's rows are gathered, multiplied and added back."""
 
     name = "torch"
+    max_rank: int | None = None
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
         self._arena = arena
