@@ -60,8 +60,8 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def read_config(path: str) -> PreTrainedConfig:
-    """The model's configuration, refused with a reason where the model cannot be served."""
+def read_config(path: str) -> tuple[PreTrainedConfig, bool]:
+    """The model's configuration and whether it has experts; refused with a reason where it cannot be served."""
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -70,18 +70,21 @@ def read_config(path: str) -> PreTrainedConfig:
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     refuse_modules(skeleton, config)
-    return config
+    return config, bool(find_experts(skeleton))
 
 
 def load_model(path: str, dtype: str, device: torch.device, progress: Callable[[str], None]) -> LoadedModel:
     """Load weights (transformers shows its progress bar), keep a reference of the plain model, then hook it."""
-    config = read_config(path)
+    config, has_experts = read_config(path)
     wanted = _DTYPES.get(dtype) or getattr(config, "dtype", None) or torch.float32
     if not Path(path).exists():
         progress(f"{path} is not a folder here: taking it from the hub")
     progress(f"loading the weights of {path} ({config.model_type}, {str(wanted).removeprefix('torch.')})")
+    implementations = {"attn_implementation": "eager"}
+    if has_experts:
+        implementations["experts_implementation"] = "grouped_mm"  # eager ones round too much in 16-bit types
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=wanted, attn_implementation="eager", experts_implementation="grouped_mm"
+        path, config=config, dtype=wanted, **implementations
     )
     return hook_model(model.to(device), read_eos_token_ids(path, config))
 
