@@ -6,6 +6,7 @@ a difference that clients of the streaming API see.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Literal
 
 import msgspec
@@ -50,7 +51,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class GenerationBody(Body):
+class GenerationBody(Body, ABC):
     """What chat and text completions have in common."""
 
     model: str | None = Field(None, description="base or adapter, as in /v1/models; the base where missing or empty")
@@ -94,9 +95,9 @@ class GenerationBody(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """Most likely tokens wanted for each position; None where no log probabilities are."""
-        raise NotImplementedError
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters asked for, with `n` as asked; raises `InvalidRequest` for one out of range."""
