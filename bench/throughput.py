@@ -1,6 +1,6 @@
 """Tokens per second of mixed-adapter generation on this machine: Lorry against transformers' generate with PEFT.
 
-    OMP_WAIT_POLICY=PASSIVE python bench/throughput.py [--requests 16] [--tokens 64] [--repeats 5] [--out bench/results/throughput.jsonl]
+    OMP_WAIT_POLICY=PASSIVE python bench/throughput.py [--requests 16] [--tokens 64] [--repeats 5] [--out FILE]
 
 The same requests over four adapters on attention (ranks 4, 8, 16, 32), all of them in one batch: PEFT's mixed adapter
 batch (`adapter_names`) with left padding against Lorry's packed batch. Greedy, a fixed number of tokens each. Needs

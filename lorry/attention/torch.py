@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -9,6 +11,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from lorry.attention.base import ATTENTION_BACKENDS, AttentionBatch, AttentionParams
 from lorry.config import PAGE_SIZE
 from lorry.kv.pool import LayerKV
+from lorry.threads import one_thread
+
+_SHARED_WORK = 4096
+"""From so many pairs of query and key up, attention is worth several threads on a CPU."""
 
 
 class TorchAttention:
@@ -36,10 +42,11 @@ class TorchAttention:
         queries = q[:num_rows].split_with_sizes(self._batch.query_lens)
         keys = kv.keys[self._context_slots].split_with_sizes(self._batch.context_lens)
         values = kv.values[self._context_slots].split_with_sizes(self._batch.context_lens)
-        out = [
-            attend(queries[i], keys[i], values[i], self._mask(i, params.sliding_window), params)
-            for i in range(len(queries))
-        ]
+        out = []
+        for i, query in enumerate(queries):
+            mask = self._mask(i, params.sliding_window)
+            with one_thread() if len(query) * len(keys[i]) < _SHARED_WORK else nullcontext():
+                out.append(attend(query, keys[i], values[i], mask, params))
         return torch.cat([*out, v.new_zeros(q.shape[0] - num_rows, q.shape[1], v.shape[2])])
 
     def _mask(self, i: int, window: int | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Decode attention over a paged KV pool, split along the context, and the write of new keys and values to the pool."""
+"""Decode attention over a paged KV pool, split along the context, and the write of new keys and values to it."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def _merge_kernel(part_ptr, norm_ptr, out_ptr, DV: tl.constexpr, BLOCK_DV: tl.co
 def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     """keys[slots[t]] = k[t], values[slots[t]] = v[t], in place; rows with slot -1 (padding) are left out.
 
-    k [T, Hkv, DK], v [T, Hkv, DV] (rows and heads may be strided), keys and values [rows, Hkv, D] contiguous, slots [T]
-    int64. Safe under graph capture.
+    k [T, Hkv, DK], v [T, Hkv, DV] (rows and heads may be strided), keys and values [rows, Hkv, D] contiguous,
+    slots [T] int64. Safe under graph capture.
     """
     num_heads, key_dim, value_dim = k.shape[1], k.shape[2], v.shape[2]
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
@@ -135,8 +135,8 @@ def paged_decode(
 ) -> Tensor:
     """out[b] = softmax(scale * q[b] K_b^T) V_b, one query row for each sequence, over its paged context.
 
-    q [B, H, DK], keys [rows, Hkv, DK], values [rows, Hkv, DV], pages [B, max_pages] int32, context_lens [B] int32 (the
-    query is the last token; 0: padding, the row is zero) -> [B, H, DV]. `sliding_window` w: only the last w tokens.
+    q [B, H, DK], keys [rows, Hkv, DK], values [rows, Hkv, DV], pages [B, max_pages] int32, context_lens [B] int32
+    (the query is the last token; 0: padding, the row is zero) -> [B, H, DV]. `sliding_window` w: only the last w tokens.
     `softcap` c: scores become c tanh(s / c). `sinks` [H] are further logits of the softmax without a value. Products
     accumulate in float32; the split depends on B alone, so a row does not depend on its neighbours' contents. Safe
     under graph capture. Source: flash-decoding (Dao et al. 2023).

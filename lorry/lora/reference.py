@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lorry.threads import one_thread
+
 _INVARIANT_RANK = 2
 """As `invariant_rows`, of columns: a single one is multiplied by another routine, whose sums run in another order."""
 
@@ -32,7 +34,10 @@ def lora_delta(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     On a CPU a row's result does not depend on the other rows or their number, so that an answer does not depend on
     what else is in the batch.
     """
-    missing = max(0, _INVARIANT_RANK - a.shape[0])
-    a, b = (pad(factor.float(), (0, 0, 0, missing)) for factor in (a, b))
-    shrunk = pad_rows(x.float()) @ a.T * scale
-    return (shrunk @ b)[: x.shape[0]]
+    missing = _INVARIANT_RANK - a.shape[0]
+    a, b = a.float(), b.float()
+    if missing > 0:
+        a, b = pad(a, (0, 0, 0, missing)), pad(b, (0, 0, 0, missing))
+    with one_thread():
+        shrunk = pad_rows(x.float()) @ a.T * scale
+        return (shrunk @ b)[: x.shape[0]]

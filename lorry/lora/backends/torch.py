@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -49,15 +51,19 @@ class TorchBackend:
     def add_lora(self, y: Tensor, x: Tensor, sites: tuple[int, ...], info: LoRABatchInfo) -> None:
         assert info.permutation is not None
         bounds = info.seg_indptr.tolist()
+        rows = info.permutation[bounds[1] :]
+        inputs = x[rows].split_with_sizes([stop - start for start, stop in pairwise(bounds[1:])])
         parts = torch.split(y, [self._arena.sites[site].out_features for site in sites], dim=1)
-        for segment, slot in enumerate(info.slots, start=1):
-            rows = info.permutation[bounds[segment] : bounds[segment + 1]]
-            for part, site in zip(parts, sites, strict=True):
-                resident = self._arena.get(site, slot)
-                if resident is None:
-                    continue
-                delta = lora_delta(x[rows], resident.a[0], resident.b[0], resident.scale)
-                part[rows] = (part[rows].float() + delta).to(y.dtype)
+        for part, site in zip(parts, sites, strict=True):
+            if self._arena.touches(site, info.slots):
+                deltas = [self._delta(own, site, slot) for own, slot in zip(inputs, info.slots, strict=True)]
+                part[rows] = (part[rows].float() + torch.cat(deltas)).to(y.dtype)
+
+    def _delta(self, x: Tensor, site: int, slot: int) -> Tensor:
+        resident = self._arena.get(site, slot)
+        if resident is None:
+            return x.new_zeros(len(x), self._arena.sites[site].out_features, dtype=torch.float32)
+        return lora_delta(x, resident.a[0], resident.b[0], resident.scale)
 
 
 DENSE_BACKENDS["torch"] = TorchBackend
