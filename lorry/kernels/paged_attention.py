@@ -136,7 +136,7 @@ def paged_decode(
     """out[b] = softmax(scale * q[b] K_b^T) V_b, one query row for each sequence, over its paged context.
 
     q [B, H, DK], keys [rows, Hkv, DK], values [rows, Hkv, DV], pages [B, max_pages] int32, context_lens [B] int32
-    (the query is the last token; 0: padding, the row is zero) -> [B, H, DV]. `sliding_window` w: only the last w tokens.
+    (the query is the last token; 0: padding, the row is zero) -> [B, H, DV]. `sliding_window` w: only the last w.
     `softcap` c: scores become c tanh(s / c). `sinks` [H] are further logits of the softmax without a value. Products
     accumulate in float32; the split depends on B alone, so a row does not depend on its neighbours' contents. Safe
     under graph capture. Source: flash-decoding (Dao et al. 2023).

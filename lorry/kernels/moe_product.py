@@ -1,0 +1,170 @@
+"""Grouped products of an experts layer over tiles of sorted pairs; activation, routing weight and LoRA inside."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lorry.kernels.moe_tile import activation, along, dot, expand, load_b, tile_numbers
+
+
+@triton.jit
+def _load_weight(w_ptr, n, k, inside, K: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+                 EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr):  # fmt: skip
+    pointer = w_ptr + along(n * STRIDE_N, 1 - SWAP) + along(k * STRIDE_K, SWAP)
+    if EVEN_N and EVEN_K:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=along(inside, 1 - SWAP) & along(k < K, SWAP), other=0.0)
+
+
+@triton.jit
+def _main_loop(x_ptr, w_ptr, row, valid, n, other_n, inside, K: tl.constexpr, STRIDE_N: tl.constexpr,
+               STRIDE_K: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+               TWO: tl.constexpr, EVEN_N: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """x[row] w^T over columns n, and with TWO over other_n as well (else the second result is a copy of nothing)."""
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0
+    k = tl.arange(0, BLOCK_K)
+    x_row = x_ptr + along(row.to(tl.int64) * K, SWAP)
+    acc = tl.zeros([COLUMNS if SWAP else BLOCK_M, BLOCK_M if SWAP else COLUMNS], tl.float32)
+    other = acc
+    for start in range(0, K, BLOCK_K):
+        at = start + k
+        mask = along(valid, SWAP)
+        if not EVEN_K:
+            mask = mask & along(at < K, 1 - SWAP)
+        x = tl.load(x_row + along(at, 1 - SWAP), mask=mask, other=0.0)
+        w = _load_weight(w_ptr, n, at, inside, K, STRIDE_N, STRIDE_K, EVEN_N, EVEN_K, SWAP)
+        acc = dot(x, w, acc, SWAP, PRECISION)
+        if TWO:
+            w = _load_weight(w_ptr, other_n, at, inside, K, STRIDE_N, STRIDE_K, EVEN_N, EVEN_K, SWAP)
+            other = dot(x, w, other, SWAP, PRECISION)
+    return acc, other
+
+
+@triton.jit
+def split_columns(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr):
+    """Even and odd columns of an interleaved gate_up tile."""
+    if SWAP:
+        return tl.split(tl.permute(tl.reshape(acc, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
+    else:
+        return tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
+
+
+@triton.jit
+def _product_tile(
+    tile, n_start, x_ptr, w_ptr, bias_ptr, out_ptr, route_ptr, pairs_ptr, slots_ptr, tile_expert_ptr, tile_start_ptr,
+    tile_end_ptr, h_ptr, plan, max_rank, h_stride, alpha, beta, limit, K: tl.constexpr,
+    N: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    ROWS_PER_X: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_ROUTE: tl.constexpr, LORA: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr,
+    SWAP: tl.constexpr, PRECISION: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    TWO: tl.constexpr = GATED == "concatenated"
+    STEP: tl.constexpr = 2 if GATED == "interleaved" else 1
+    expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
+    first = tl.load(tile_start_ptr + tile)
+    position = first + tl.arange(0, BLOCK_M)
+    valid = position < tl.load(tile_end_ptr + tile)
+    pair = tl.load(pairs_ptr + position, mask=valid, other=0)
+    column = n_start * STEP + tl.arange(0, BLOCK_N * STEP)
+    inside = column < N * STEP
+    if LORA:
+        SITES: tl.constexpr = 1 if GATED == "no" else 2
+        data_ptr, rank_ptr, b_ptr, num_pairs = plan[0], plan[1], plan[2], plan[3]
+        rank = tl.load(rank_ptr + pair, mask=valid, other=0)
+        b_at = tl.load(b_ptr + pair, mask=valid, other=0)
+        up_rank = rank
+        up_b_at = b_at
+        if SITES == 2:
+            up_rank = tl.load(rank_ptr + num_pairs + pair, mask=valid, other=0)
+            up_b_at = tl.load(b_ptr + num_pairs + pair, mask=valid, other=0)
+        number = tile_numbers(slots_ptr, position, valid, first, tl.maximum(rank, up_rank) > 0)
+        own = column // STEP
+        gate_inside = inside
+        up_inside = inside
+        if STEP == 2:
+            gate_inside = inside & (column % 2 == 0)
+            up_inside = inside & (column % 2 == 1)
+        if AHEAD:
+            b = load_b(data_ptr, number, rank, b_at, 0, 0, N, own, gate_inside, GROUP, BLOCK_R, UNIT, SWAP)
+            up_b = b
+            if SITES == 2:
+                up_b = load_b(data_ptr, number, up_rank, up_b_at, 0, 0, N, own, up_inside, GROUP, BLOCK_R, UNIT, SWAP)
+    acc, up = _main_loop(
+        x_ptr,
+        w_ptr + expert * STRIDE_E,
+        pair // ROWS_PER_X,
+        valid,
+        column,
+        column + N,
+        inside,
+        K,
+        STRIDE_N,
+        STRIDE_K,
+        BLOCK_M,
+        BLOCK_N * STEP,
+        BLOCK_K,
+        TWO,
+        N % BLOCK_N == 0,
+        SWAP,
+        PRECISION,
+    )
+    if LORA:
+        if not AHEAD:
+            b = load_b(data_ptr, number, rank, b_at, 0, 0, N, own, gate_inside, GROUP, BLOCK_R, UNIT, SWAP)
+            up_b = b
+            if SITES == 2:
+                up_b = load_b(data_ptr, number, up_rank, up_b_at, 0, 0, N, own, up_inside, GROUP, BLOCK_R, UNIT, SWAP)
+        if WAIT == 2:
+            tl.extra.cuda.gdc_wait()
+        acc, up = expand(acc, up, b, up_b, data_ptr, h_ptr, pair * h_stride, max_rank, number, rank, b_at, up_rank,
+                         up_b_at, N, own, gate_inside, up_inside, SITES, TWO, GROUP, BLOCK_R, UNIT, SWAP,
+                         PRECISION)  # fmt: skip
+    if HAS_BIAS:
+        bias = bias_ptr + expert * (N * (1 if GATED == "no" else 2)) + column
+        acc += along(tl.load(bias, mask=inside, other=0.0).to(tl.float32), 1 - SWAP)
+        if TWO:
+            up += along(tl.load(bias + N, mask=inside, other=0.0).to(tl.float32), 1 - SWAP)
+    if GATED == "no":
+        result = activation(acc, acc, alpha, beta, limit, KIND)
+    elif TWO:
+        result = activation(acc, up, alpha, beta, limit, KIND)
+    else:
+        gate, up = split_columns(acc, BLOCK_M, BLOCK_N, SWAP)
+        result = activation(gate, up, alpha, beta, limit, KIND)
+    if HAS_ROUTE:
+        result *= along(tl.load(route_ptr + pair, mask=valid, other=0.0).to(tl.float32), SWAP)
+    n = n_start + tl.arange(0, BLOCK_N)
+    target = out_ptr + along(pair.to(tl.int64) * N, SWAP) + along(n, 1 - SWAP)
+    tl.store(target, result.to(out_ptr.dtype.element_ty), mask=along(valid, SWAP) & along(n < N, 1 - SWAP))
+
+
+@triton.jit(do_not_specialize=["num_pairs", "max_rank", "h_stride", "group_tiles"])
+def product_kernel(
+    x_ptr, w_ptr, bias_ptr, out_ptr, route_ptr, pairs_ptr, slots_ptr, tile_expert_ptr, tile_start_ptr, tile_end_ptr,
+    counts_ptr, h_ptr, data_ptr, plan_rank_ptr, plan_b_ptr, num_pairs, max_rank, h_stride, group_tiles, alpha, beta,
+    limit, K: tl.constexpr, N: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    ROWS_PER_X: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_ROUTE: tl.constexpr, LORA: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, SWAP: tl.constexpr,
+    PRECISION: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """See `moe.grouped_product`. WAIT 0: no dependent launch; 1: wait at the start; 2: wait before h is read."""
+    if WAIT == 1:
+        tl.extra.cuda.gdc_wait()
+    if WAIT > 0:
+        tl.extra.cuda.gdc_launch_dependents()
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    tile = program // (group_tiles * TILES_N) * group_tiles + program % group_tiles
+    if tile < tl.load(counts_ptr):
+        plan = (data_ptr, plan_rank_ptr, plan_b_ptr, num_pairs)
+        _product_tile(
+            tile, program % (group_tiles * TILES_N) // group_tiles * BLOCK_N, x_ptr, w_ptr, bias_ptr, out_ptr,
+            route_ptr, pairs_ptr, slots_ptr, tile_expert_ptr, tile_start_ptr, tile_end_ptr, h_ptr, plan,
+            max_rank, h_stride, alpha, beta, limit, K, N, STRIDE_E, STRIDE_N, STRIDE_K, ROWS_PER_X, GATED,
+            KIND, HAS_BIAS, HAS_ROUTE, LORA, UNIT, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, GROUP, AHEAD, SWAP,
+            PRECISION, WAIT,
+        )  # fmt: skip

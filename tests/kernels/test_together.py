@@ -1,0 +1,140 @@
+"""Dense backends times experts backends times graphs: each row by its own adapter, whatever was captured.
+
+On a GPU, decode steps are replayed from graphs that were captured before any adapter was used; without one the same
+steps run eagerly in Triton's interpreter, on a small scale.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorry.engine.build import Parts
+from lorry.engine.sequence import ScheduledChunk, Sequence, StepPlan
+from lorry.lora.experts.base import make_experts_backend
+from lorry.types import BASE_SLOT, EngineRequest, SamplingParams
+from tests.adapters import FUSED_EXPERTS, make_peft_adapter
+from tests.engines import load_slot, make_parts
+from tests.models import random_tokens, tiny_model
+
+pytestmark = pytest.mark.slow
+
+ON_GPU = torch.cuda.is_available()
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+NUM_ADAPTERS = 8 if ON_GPU else 3
+TOLERANCE = 0.03 if ON_GPU else 1e-4  # tensor cores round float32 operands to TF32
+FACTORY = partial(
+    tiny_model, "qwen3_moe", hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2 if ON_GPU else 1
+)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("together")
+    return [
+        make_peft_adapter(
+            folder / f"a{i}",
+            FACTORY,
+            ATTENTION,
+            target_parameters=FUSED_EXPERTS,
+            rank=[4, 16, 1, 7, 24, 8, 3, 12][i],
+            seed=i,
+            spread=0.15,
+        )
+        for i in range(NUM_ADAPTERS)
+    ]
+
+
+def parts_for(dense: str, experts: str, adapters: list[Path]) -> tuple[Parts, list[int]]:
+    model = FACTORY().cuda() if ON_GPU else FACTORY()
+    parts = make_parts(
+        model, lora_backend=dense, attention_backend="triton", max_running_requests=16, lora_memory=2**24
+    )
+    assert (parts.runner.graphs is not None) == ON_GPU
+    return parts, [load_slot(parts, path) for path in adapters]
+
+
+class Batch:
+    """Sequences that are prefilled with unequal lengths and then decoded together, by given slots."""
+
+    def __init__(self, slots: list[int], seed: int) -> None:
+        self.sequences, page = [], 0
+        for i, slot in enumerate(slots):
+            tokens = random_tokens(5 + (7 * i + seed) % 23, seed=seed + i)[0].tolist()
+            request = EngineRequest(request_id=str(i), token_ids=tuple(tokens), params=SamplingParams())
+            self.sequences.append(Sequence(request, slot, 0, 1, tokens, pages=[page, page + 1, page + 2]))
+            page += 3
+
+    def steps(self) -> list[StepPlan]:
+        prefill = StepPlan(tuple(ScheduledChunk(s, 0, len(s.token_ids) - 1) for s in self.sequences))
+        decode = StepPlan(tuple(ScheduledChunk(s, len(s.token_ids) - 1, 1) for s in self.sequences))
+        return [prefill, decode]
+
+
+def decode_logits(parts: Parts, batch: Batch) -> torch.Tensor:
+    """Logits of the last token of each sequence: prefill eagerly, decode by graph where there are graphs."""
+    prefill, decode = batch.steps()
+    parts.runner.forward(prefill, [])
+    if parts.runner.graphs is None:
+        return parts.runner.forward(decode, list(range(len(decode.chunks)))).clone()
+    from lorry.engine.runner import _routing
+
+    assert parts.runner.graphs.fits(decode)
+    with torch.inference_mode():
+        return parts.runner.graphs.replay(decode, _routing(decode)).clone()
+
+
+def mixes(slots: list[int]) -> list[list[int]]:
+    """1, 2, 4, 8 and again 1 distinct adapters, base rows among them, in changing order; a base-only step between."""
+    rows = [[slots[0]] * 2, [BASE_SLOT, slots[1], slots[0]], [slots[2], BASE_SLOT, slots[0], slots[1], slots[1]]]
+    if ON_GPU:
+        rows.insert(2, [BASE_SLOT] * 3)
+        rows.append([slots[i] for i in (3, 0, 2, 1, 1)] + [BASE_SLOT])
+        rows.append([*reversed(slots), BASE_SLOT, slots[3], BASE_SLOT])
+    return [*rows, [BASE_SLOT, slots[0]]]
+
+
+@pytest.mark.parametrize("experts", ["torch", "merged", "fused"])
+@pytest.mark.parametrize("dense", ["triton", "csgmv"])
+def test_each_row_by_its_own_adapter(dense: str, experts: str, adapters: list[Path], monkeypatch: pytest.MonkeyPatch):
+    if ON_GPU and experts == "torch":
+        pytest.skip("the reference cannot be captured; it is the oracle below")
+    choose = partial(make_experts_backend, name=experts)
+    monkeypatch.setattr("lorry.lora.manager.make_experts_backend", choose)
+    parts, slots = parts_for(dense, experts, adapters)
+    monkeypatch.undo()
+    monkeypatch.setattr("lorry.lora.manager.make_experts_backend", partial(make_experts_backend, name="torch"))
+    oracle = make_parts(FACTORY(), lora_backend="torch", lora_memory=2**24)
+    oracle_slots = [load_slot(oracle, path) for path in adapters]
+    to_oracle = dict(zip([*slots, BASE_SLOT], [*oracle_slots, BASE_SLOT], strict=True))
+    for seed, rows in enumerate(mixes(slots)):
+        ours = decode_logits(parts, Batch(rows, seed)).float().cpu()
+        expected = decode_logits(oracle, Batch([to_oracle[slot] for slot in rows], seed))
+        torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0, msg=lambda m, r=rows: f"rows {r}: {m}")
+        base = decode_logits(oracle, Batch([BASE_SLOT] * len(rows), seed))
+        for i, slot in enumerate(rows):
+            assert slot == BASE_SLOT or (expected[i] - base[i]).abs().max() > 10 * TOLERANCE
+
+
+def test_base_rows_in_a_mixed_graph_equal_a_base_graph_w11_m20(adapters: list[Path]):
+    parts, slots = parts_for("csgmv", "auto", adapters)
+    alone = decode_logits(parts, Batch([BASE_SLOT] * 4, 3))
+    mixed = decode_logits(parts, Batch([BASE_SLOT, slots[0], BASE_SLOT, slots[1]], 3))
+    again = decode_logits(parts, Batch([BASE_SLOT] * 4, 3))
+    torch.testing.assert_close(mixed[[0, 2]], alone[[0, 2]], atol=TOLERANCE / 10, rtol=0)
+    assert torch.equal(alone, again)
+
+
+def test_l16_reloading_under_captured_graphs(adapters: list[Path]):
+    """The same slot filled again and again with other weights of other ranks: each replay sees what is there now."""
+    parts, slots = parts_for("csgmv", "auto", adapters[:1])
+    oracle = make_parts(FACTORY(), lora_memory=2**24)
+    for round_, path in enumerate([*adapters[1:], *adapters] * (3 if ON_GPU else 1)):
+        parts.lora.unload(slots[0])
+        slots = [load_slot(parts, path)]
+        slot = load_slot(oracle, path)
+        expected = decode_logits(oracle, Batch([slot, BASE_SLOT], round_))
+        oracle.lora.unload(slot)
+        ours = decode_logits(parts, Batch([slots[0], BASE_SLOT], round_)).float().cpu()
+        torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)
