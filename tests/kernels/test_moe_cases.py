@@ -1,4 +1,4 @@
-"""The experts: what once went wrong elsewhere, by id (shared/cases.md), and the ops without the engine."""
+"""The experts: what once went wrong elsewhere, by the ids of our case list, and the ops without the engine."""
 
 from __future__ import annotations
 
