@@ -36,7 +36,10 @@ from lorry.lora.experts.base import choose_experts_backend, make_experts_backend
 from lorry.types import BASE_SLOT
 
 __all__ = ["_poison"]
-pytestmark = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="Triton was imported before TRITON_INTERPRET=1")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (CUDA or INTERPRETED), reason="Triton was imported before TRITON_INTERPRET=1"),
+]
 
 
 def tables_of(world: World, shared: Tensor | None = None) -> LoRATables:
