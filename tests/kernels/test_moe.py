@@ -34,13 +34,10 @@ INTERPRETED = type(tl.sum).__name__ == "InterpretedFunction"
 pytestmark = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="Triton was imported before TRITON_INTERPRET=1")
 BACKENDS = ("merged", "fused")
 
-# Bounds on max |error| / std and |error| / |exact| against float32 arithmetic: the intermediate, the shrunk vectors
-# and each choice's output are rounded once to 8 or 11 bits. float32 differs by the order of its sums.
-TOLERANCE = {torch.bfloat16: (0.15, 8e-3), torch.float16: (0.03, 1e-3), torch.float32: (5e-5, 5e-6)}
-"""Largest error of one element in standard deviations of the result, and of the whole in relative norm.
-
-The intermediate between the two products is rounded to the dtype, so single elements of a large result stray far;
-a wrong row, scale or adapter shows in both numbers by orders of magnitude."""
+# Bounds on max |error| / std of its row, and on |error| / |exact|, against float32 arithmetic. A model in torch of
+# where the backends round once to 8 or 11 bits (h, intermediate, activation, each choice's output) gives 0.025 and
+# 0.0034 for fused, 0.048 and 0.0053 for merged in bfloat16, an eighth in float16. float32: the order of its sums.
+TOLERANCE = {torch.bfloat16: (0.08, 7e-3), torch.float16: (0.01, 9e-4), torch.float32: (5e-5, 5e-6)}
 
 
 @dataclass(frozen=True)
@@ -169,8 +166,8 @@ def assert_close(y: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     error = y.float() - expected
     assert not y.isnan().any()
     worst, norm = TOLERANCE[dtype]
-    spread = expected.std(correction=0).clamp(min=1e-3)
-    assert (error.abs().max() / spread).item() <= worst, f"max error {error.abs().max() / spread:.2e} std"
+    error_std = (error.abs() / expected.std(dim=1, correction=0, keepdim=True).clamp(min=1e-3)).max().item()
+    assert error_std <= worst, f"max error {error_std:.2e} std of its row"
     assert (error.norm() / expected.norm().clamp(min=1e-3)).item() <= norm
 
 
