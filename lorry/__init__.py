@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lorry.engine.llm import LLM, Completion, RequestOutput
 
 # Threads of torch that wait for each other would spin; on a machine where anything else runs, they then keep from the
-# processor the very thread that they wait for, and a model on the CPU becomes up to 20 times slower. torch reads this
+# processor the very thread that they wait for, and a model on the CPU becomes many times slower. torch reads this
 # when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

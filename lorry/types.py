@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NewType
+from typing import Literal, NewType, Self
 
 import msgspec
 
@@ -63,6 +63,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check("n", 1 <= self.n <= MAX_CHOICES, f"1 to {MAX_CHOICES}")
         check("stop", len(self.stop) <= 16 and all(self.stop), "at most 16 non-empty strings")
         check("stop_token_ids", all(t >= 0 for t in self.stop_token_ids), "non-negative token ids")
+
+    def for_choice(self, index: int) -> Self:
+        """Parameters of one of the `n` answers to a prompt: where a seed was given, each has one of its own."""
+        seed = None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
+        return msgspec.structs.replace(self, n=1, seed=seed)
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):

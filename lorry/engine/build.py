@@ -53,10 +53,11 @@ def build_around(
 ) -> Parts:
     """Build around a model that is loaded: LoRA, memory, runner; ends with the self-check."""
     start = time.perf_counter() if start is None else start
-    sites = find_sites(loaded.model) if config.enable_lora else ()
+    all_sites = find_sites(loaded.model)
+    sites = all_sites if config.enable_lora else ()
     arena = _make_arena(sites, loaded, config) if config.enable_lora else None
     lora = LoRAManager(arena, config.lora_backend, config.lora_use_virtual_experts, loaded.device)
-    lora.bind_experts(loaded.model, find_sites(loaded.model))
+    lora.bind_experts(loaded.model, all_sites)
     attach_lora(loaded.model, sites, lora)
 
     num_pages, context = _size_kv(loaded, config)
@@ -74,7 +75,7 @@ def build_around(
         runner.graphs.capture(progress)
     progress(f"self-check passed; {num_pages * PAGE_SIZE:,} tokens of KV, {len(sites):,} LoRA sites")
 
-    has_experts = any(site.kind == "experts" for site in find_sites(loaded.model))
+    has_experts = any(site.kind == "experts" for site in all_sites)
     info = EngineInfo(
         model=config.model,
         architecture=type(loaded.model).__name__,

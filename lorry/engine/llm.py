@@ -123,7 +123,7 @@ class LLM:
                 request_id = f"llm-{next(self._ids)}"
                 self.engine.add_request(
                     EngineRequest(
-                        request_id=request_id, token_ids=ids, params=choice_params(params, choice), adapter_uid=uid
+                        request_id=request_id, token_ids=ids, params=params.for_choice(choice), adapter_uid=uid
                     )
                 )
                 answers.append(Completion())
@@ -155,11 +155,3 @@ class LLM:
             answer.finish_reason, answer.stop_reason = output.finish_reason, output.stop_token_id
         if answer.finish_reason is not None:
             del open_answers[output.request_id]
-
-
-def choice_params(params: SamplingParams, choice: int) -> SamplingParams:
-    """Parameters of one of the `n` answers to a prompt: each has a seed of its own where a seed was given."""
-    import msgspec
-
-    seed = None if params.seed is None else params.seed + choice
-    return msgspec.structs.replace(params, n=1, seed=seed)

@@ -101,12 +101,6 @@ class PackedRouting:
         return cls(indptr, slots, token_slots, num_padded_tokens is not None)
 
 
-def token_slots(req_seg_indptr: Tensor, req_weight_indices: Tensor, num_tokens: int) -> Tensor:
-    """Slot of each of `num_tokens` rows [T] int32: once per step, never once per layer."""
-    lengths = req_seg_indptr.diff()
-    return torch.repeat_interleave(req_weight_indices, lengths, output_size=num_tokens)
-
-
 def int_tensor(values: Sequence[int], device: torch.device) -> Tensor:
     """int32 on `device`."""
     return torch.tensor(values, dtype=torch.int32, device=device)

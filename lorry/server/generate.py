@@ -203,9 +203,7 @@ class Front:
                 request = EngineRequest(
                     request_id=f"{response_id}-{len(choices)}",
                     token_ids=tuple(token_ids),
-                    params=msgspec.structs.replace(
-                        params, n=1, max_tokens=max_tokens, seed=_choice_seed(params.seed, offset)
-                    ),
+                    params=msgspec.structs.replace(params.for_choice(offset), max_tokens=max_tokens),
                     adapter_uid=target.adapter_uid,
                 )
                 choices.append(Choice(len(choices), request, self.tokenizer, is_continuation=kind == "cmpl"))
@@ -223,10 +221,6 @@ class Front:
                 param,
             )
         return max_tokens or context_length - prompt_len
-
-
-def _choice_seed(seed: int | None, offset: int) -> int | None:
-    return None if seed is None else (seed + offset + 2**63) % 2**64 - 2**63
 
 
 async def _on_thread_if(long: bool, call: Callable[[], T]) -> T:

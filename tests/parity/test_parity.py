@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.adapters import FUSED_EXPERTS, make_peft_adapter, make_per_expert_adapter, merged_logits, reference_logits
+from tests.adapters import (
+    FUSED_EXPERTS,
+    make_peft_adapter,
+    make_per_expert_adapter,
+    merged_logits,
+    reference_logits,
+    write_adapter,
+)
 from tests.engines import BASE, load_slot, make_parts, mixed_steps, packed_logits
 from tests.models import FAMILIES, MOE_FAMILIES, random_tokens, tiny_model
 
@@ -26,13 +33,12 @@ def write_adapters(family: str, folder: Path) -> list[Path]:
             make_peft_adapter(folder / "all", factory, "all-linear", rank=16, seed=3, alpha_pattern={"v_proj": 4}),
         ]
     router = "mlp.router.weight" if family == "gpt_oss" else "mlp.gate.weight"
-    shared = DENSE_MLP if family == "deepseek_v3" else []
     everything = [*FUSED_EXPERTS, router]
     return [
         make_peft_adapter(folder / "attention", factory, attention[1:], rank=3, seed=1),
         make_peft_adapter(folder / "experts", factory, target_parameters=FUSED_EXPERTS, rank=8, seed=2, spread=0.1),
         make_peft_adapter(
-            folder / "all", factory, attention + shared, target_parameters=everything, rank=16, seed=3, spread=0.1
+            folder / "all", factory, attention, target_parameters=everything, rank=16, seed=3, spread=0.1
         ),
     ]
 
@@ -93,3 +99,28 @@ def test_base_rows_are_bit_equal_to_a_model_without_lora(family: str, dtype: tor
         assert torch.equal(ours[i], without[i]), f"base prompt {i}"
     for i in (1, 3, 5):
         assert not torch.equal(ours[i], without[i]), f"adapted prompt {i}"
+
+
+def test_deepseek_dense_layers_and_shared_experts_equal_merged_weights(tmp_path: Path):
+    """Written by hand: PEFT 0.21 turns these targets into the routed experts and leaves the modules out."""
+    factory = partial(tiny_model, "deepseek_v3")
+    model = factory()
+    generator = torch.Generator().manual_seed(4)
+    tensors = {}
+    for path in ("layers.0.mlp", "layers.1.mlp.shared_experts", "layers.2.mlp.shared_experts"):
+        for leaf in DENSE_MLP:
+            linear = model.get_submodule(f"model.{path}.{leaf}")
+            for factor, shape in (("A", (5, linear.in_features)), ("B", (linear.out_features, 5))):
+                key = f"base_model.model.model.{path}.{leaf}.lora_{factor}.weight"
+                tensors[key] = 0.2 * torch.randn(shape, generator=generator)
+    adapter = write_adapter(tmp_path, tensors, {"r": 5, "lora_alpha": 10, "target_modules": DENSE_MLP})
+    parts = make_parts(model)
+    slot = load_slot(parts, adapter)
+    prompts = [random_tokens(11 + 3 * i, seed=i)[0].tolist() for i in range(3)]
+    ours = packed_logits(parts, prompts, [slot, BASE, slot], mixed_steps([len(p) for p in prompts]))
+    for i, path in enumerate([adapter, None, adapter]):
+        inputs = torch.tensor([prompts[i]])
+        base = reference_logits(factory, None, inputs)[0]
+        expected = base if path is None else merged_logits(factory, path, inputs)[0]
+        torch.testing.assert_close(ours[i], expected, atol=TOLERANCE, rtol=0)
+        assert path is None or (expected - base).abs().max() > 100 * TOLERANCE

@@ -2,7 +2,7 @@
 
 import torch
 
-from lorry.lora.batch import LoRABatchInfo, PackedRouting, RequestRouting, int_tensor, token_slots
+from lorry.lora.batch import LoRABatchInfo, PackedRouting, RequestRouting, int_tensor
 
 CPU = torch.device("cpu")
 
@@ -36,8 +36,8 @@ def test_half_a_pair_is_no_pair():
 
 
 def test_token_slots_follow_the_requests():
-    indptr, slots = int_tensor([0, 2, 3, 6], CPU), int_tensor([4, -1, 0], CPU)
-    assert token_slots(indptr, slots, 6).tolist() == [4, 4, -1, 0, 0, 0]
+    packed = PackedRouting.of(RequestRouting((2, 1, 3), (4, -1, 0)))
+    assert packed.token_slots.tolist() == [4, 4, -1, 0, 0, 0]
 
 
 def test_adapter_slots_leave_the_base_out():

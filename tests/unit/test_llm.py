@@ -58,6 +58,12 @@ def test_n_answers_by_seed(llm: LLM):
     assert [answer.text for answer in llm.generate("once", params)[0].outputs] == texts
 
 
+def test_the_largest_seed_serves_several_answers(llm: LLM):
+    params = SamplingParams(temperature=1.5, seed=2**63 - 1, n=3, max_tokens=8, ignore_eos=True)
+    texts = [answer.text for answer in llm.generate("once", params)[0].outputs]
+    assert len(set(texts)) > 1
+
+
 def test_a_stop_string_ends_and_is_cut(llm: LLM):
     full = llm.generate("hello there", GREEDY)[0].text
     stop = full[3:5]
