@@ -72,7 +72,9 @@ def make_peft_adapter(
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> Path:
     """Write tensors (PEFT's keys) and a config, `{"peft_type": "LORA"}` and what is given."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    save_file(
+        {key: tensor.clone().contiguous() for key, tensor in tensors.items()}, folder / "adapter_model.safetensors"
+    )
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"} | dict(config or {})))
     return folder
 
@@ -124,6 +126,35 @@ def make_per_expert_adapter(
         "peft_version": "0.17.1",
     }
     return write_adapter(folder, tensors, fields | config)
+
+
+def make_stacked_adapter(
+    folder: Path, model: PreTrainedModel, *, gate_up: bool = False, rank: int = 4, seed: int = 0, spread: float = 0.3
+) -> tuple[Path, Path]:
+    """Write one adapter twice: with shared outer factors (A of gate and up, B of down stored once for all experts,
+    the rest stacked along the first axis), and expert by expert. `gate_up`: the two as one module."""
+    generator = torch.Generator().manual_seed(seed)
+    stacked: dict[str, Tensor] = {}
+    single: dict[str, Tensor] = {}
+    for site in find_sites(model):
+        if site.kind != "experts":
+            continue
+        path = f"base_model.model.{site.module}"
+        down, experts = site.leaf == "down_proj", site.num_experts
+        a = spread * torch.randn(experts if down else 1, rank, site.in_features, generator=generator)
+        b = spread * torch.randn(1 if down else experts, site.out_features, rank, generator=generator)
+        if site.leaf == "up_proj" and gate_up:
+            a = stacked[f"{path}.gate_up_proj.lora_A.weight"]
+            b = torch.cat([stacked[f"{path}.gate_up_proj.lora_B.weight"], b], dim=1)
+        leaf = site.leaf if down or not gate_up else "gate_up_proj"
+        stacked |= {f"{path}.{leaf}.lora_A.weight": a, f"{path}.{leaf}.lora_B.weight": b}
+        own_b = b[:, -site.out_features :]
+        for expert in range(experts):
+            key = f"{path}.{expert}.{site.leaf}"
+            single[f"{key}.lora_A.weight"] = a[expert % a.shape[0]]
+            single[f"{key}.lora_B.weight"] = own_b[expert % b.shape[0]]
+    config = {"r": rank, "lora_alpha": 8, "target_modules": list(EXPERT_PROJECTIONS)}
+    return write_adapter(folder / "stacked", stacked, config), write_adapter(folder / "single", single, config)
 
 
 def load_peft(model_factory: ModelFactory, adapter_path: Path) -> PeftModel:

@@ -16,7 +16,8 @@ from torch import Tensor
 from lorry.errors import AdapterCapacity, AdapterError, AdapterFormatError, AdapterMismatch
 from lorry.lora.format import ModuleIndex, group_keys, named, natural, parse_key, refusals
 from lorry.lora.format_config import AdapterConfig, refused_fields, unknown_fields
-from lorry.lora.layouts import PlacedPair, Source, build_sites
+from lorry.lora.layouts import build_sites
+from lorry.lora.source import PlacedPair, Source
 from lorry.lora.weights import AdapterWeights, SiteWeights
 from lorry.models.sites import Site
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,9 +16,15 @@ from lorry.models.sites import Site
 ALIGNMENT = 64
 """Elements to which every matrix is aligned: 128 bytes in 16-bit types."""
 
+MOVED_AT_ONCE = 2**23
+"""Elements that compacting copies at a time, by way of as much scratch memory."""
+
 
 class ResidentSite(NamedTuple):
-    """Views into the arena: a [num_experts, rank, in], b [num_experts, rank, out]; and the scale."""
+    """Views into the arena: a [num_experts, rank, in], b [num_experts, rank, out]; and the scale.
+
+    A factor that all experts share is there once, and looks like this all the same (its first stride is 0).
+    """
 
     a: Tensor
     b: Tensor
@@ -52,6 +59,30 @@ class _FreeList:
         self._free = merged
 
 
+class _Placed(NamedTuple):
+    """A site's matrices in its adapter's blob: where A and B start, and their shapes as stored."""
+
+    a_start: int
+    a_shape: torch.Size
+    b_start: int
+    b_shape: torch.Size
+    scale: float
+
+    @property
+    def shared(self) -> int:
+        """Bit 0: one A serves all experts; bit 1: one B does."""
+        return (self.a_shape[0] == 1) + 2 * (self.b_shape[0] == 1)
+
+
+@dataclass
+class _Blob:
+    """The range of the arena that one adapter has, and what is where in it, by site."""
+
+    start: int
+    size: int
+    sites: dict[int, _Placed]
+
+
 def _aligned(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
@@ -61,7 +92,9 @@ class Arena:
 
     `data` is the flat allocation. `a_offset`, `b_offset` [num_sites, num_slots] (int64, in elements), `rank` (int32)
     and `scale` (float32) say where each slot's weights of each site are; rank 0: the slot does not touch the site.
-    The addresses of all five tensors never change.
+    `shared` (int32) says which factors all experts of a site have in common: bit 0 A, bit 1 B.
+    The addresses of all six tensors never change, so captured graphs see whatever is resident when they replay.
+    Call everything on the stream of the steps.
     """
 
     def __init__(
@@ -76,9 +109,10 @@ class Arena:
         self.b_offset = torch.zeros(shape, dtype=torch.int64, device=device)
         self.rank = torch.zeros(shape, dtype=torch.int32, device=device)
         self.scale = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.shared = torch.zeros(shape, dtype=torch.int32, device=device)
         self._space = _FreeList(self.data.numel())
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._ranges: dict[int, tuple[int, int]] = {}
+        self._blobs: dict[int, _Blob] = {}
         self._resident: dict[int, dict[int, ResidentSite]] = {}
 
     @property
@@ -90,53 +124,96 @@ class Arena:
         return self._space.num_free * self.dtype.itemsize
 
     def allocate(self, weights: AdapterWeights) -> int:
-        """Copy an adapter in and return its slot; `AdapterCapacity` when there is no slot or no room."""
+        """Copy an adapter in and return its slot; `AdapterCapacity` when there is no slot or no room.
+
+        Where the room is there but in pieces, the arena is compacted first.
+        """
         size = sum(_aligned(t.numel()) for t in weights.tensors)
         if not self._free_slots:
             raise AdapterCapacity(
                 f"all {self.num_slots} adapter slots are taken: unload an adapter or raise --max-loras-per-batch"
             )
-        start = self._space.allocate(size)
-        if start is None:
+        if size > self._space.num_free:
             raise AdapterCapacity(
                 f"the adapter needs {size * self.dtype.itemsize:,} bytes, the arena has {self.num_free_bytes:,} of "
                 f"{self.num_bytes:,} bytes free: unload an adapter or raise --lora-memory"
             )
+        start = self._space.allocate(size)
+        if start is None:
+            self.compact()
+            start = self._space.allocate(size)
+            assert start is not None
         slot = self._free_slots.pop()
-        self._ranges[slot] = (start, size)
-        offsets: dict[int, int] = {}
+        starts: dict[int, int] = {}
+        used = 0
         for tensor in weights.tensors:
-            self.data[start : start + tensor.numel()] = tensor.flatten()
-            offsets[id(tensor)] = start
-            start += _aligned(tensor.numel())
-        self._resident[slot] = {}
-        for index, site in weights.sites.items():
-            self._place(slot, index, site.a, site.b, site.scale, offsets)
+            self.data[start + used : start + used + tensor.numel()] = tensor.flatten()
+            starts[id(tensor)] = used
+            used += _aligned(tensor.numel())
+        placed = {
+            index: _Placed(starts[id(site.a)], site.a.shape, starts[id(site.b)], site.b.shape, site.scale)
+            for index, site in weights.sites.items()
+        }
+        self._blobs[slot] = _Blob(start, size, placed)
+        self._resident[slot] = self._views(self._blobs[slot])
+        self._write_column(slot)
         return slot
-
-    def _place(self, slot: int, index: int, a: Tensor, b: Tensor, scale: float, offsets: dict[int, int]) -> None:
-        a_offset, b_offset = offsets[id(a)], offsets[id(b)]
-        self.a_offset[index, slot] = a_offset
-        self.b_offset[index, slot] = b_offset
-        self.rank[index, slot] = a.shape[1]
-        self.scale[index, slot] = scale
-        self._resident[slot][index] = ResidentSite(
-            self.data[a_offset : a_offset + a.numel()].view(a.shape),
-            self.data[b_offset : b_offset + b.numel()].view(b.shape),
-            scale,
-        )
 
     def release(self, slot: int) -> None:
         """Forget a slot; its bytes are free at once. No step that uses the slot may still run."""
-        self._space.release(*self._ranges.pop(slot))
+        blob = self._blobs.pop(slot)
+        self._space.release(blob.start, blob.size)
         del self._resident[slot]
         self.rank[:, slot] = 0
         self._free_slots.append(slot)
 
+    def compact(self) -> None:
+        """Move all adapters to the front, so that what is free is one range. Slots and addresses stay as they are."""
+        end = 0
+        for slot, blob in sorted(self._blobs.items(), key=lambda item: item[1].start):
+            shift = blob.start - end
+            if shift:
+                for at in range(end, end + blob.size, MOVED_AT_ONCE):
+                    stop = min(at + MOVED_AT_ONCE, end + blob.size)
+                    self.data[at:stop] = self.data[at + shift : stop + shift].clone()  # the ranges may overlap
+                blob.start = end
+                self.a_offset[:, slot] -= shift
+                self.b_offset[:, slot] -= shift
+                self._resident[slot] = self._views(blob)
+            end += blob.size
+        self._space = _FreeList(self.data.numel())
+        self._space.allocate(end)
+
     def get(self, site: int, slot: int) -> ResidentSite | None:
-        """A slot's weights at a site, or None where the adapter does not touch it."""
+        """A slot's weights at a site, or None where the adapter does not touch it. Valid until the next `compact`."""
         return self._resident[slot].get(site)
 
     def touches(self, site: int, slots: Sequence[int]) -> bool:
         """Whether any of these slots has weights at the site."""
         return any(site in self._resident[slot] for slot in slots)
+
+    def _views(self, blob: _Blob) -> dict[int, ResidentSite]:
+        def view(start: int, shape: torch.Size, site: int) -> Tensor:
+            flat = self.data[blob.start + start : blob.start + start + shape.numel()]
+            return flat.view(shape).expand(self.sites[site].num_experts, -1, -1)
+
+        return {
+            index: ResidentSite(
+                view(placed.a_start, placed.a_shape, index), view(placed.b_start, placed.b_shape, index), placed.scale
+            )
+            for index, placed in blob.sites.items()
+        }
+
+    def _write_column(self, slot: int) -> None:
+        """The slot's column of every table, one copy for each."""
+        blob = self._blobs[slot]
+        touched = torch.tensor(list(blob.sites))
+        rows = [
+            (blob.start + placed.a_start, blob.start + placed.b_start, placed.a_shape[1], placed.scale, placed.shared)
+            for placed in blob.sites.values()
+        ]
+        tables = (self.a_offset, self.b_offset, self.rank, self.scale, self.shared)
+        for table, values in zip(tables, zip(*rows, strict=True), strict=True):
+            column = torch.zeros(len(self.sites), dtype=table.dtype)
+            column[touched] = torch.tensor(values, dtype=table.dtype)
+            table[:, slot] = column.to(table.device)

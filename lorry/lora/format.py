@@ -135,6 +135,7 @@ _RENAMED = (("block_sparse_moe", "mlp"),)
 """What transformers 5 calls a module that older releases, and adapters trained on them, call otherwise."""
 
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d{1,9})\.(?P<projection>[^.]+)")
+_ALL_EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<projection>[^.]+)")
 _PROJECTIONS = {
     "gate_proj": "gate_proj",
     "up_proj": "up_proj",
@@ -149,12 +150,14 @@ _PROJECTIONS = {
 class Target:
     """What a pair adapts: `sites` by projection (one site with key "" where the module is no experts module).
 
-    `expert` is set where the pair belongs to one expert; `sites` then holds its one projection.
+    `expert` is set where the pair belongs to one expert; `sites` then holds its one projection. `stacked` says that
+    the pair holds all experts of a projection (or of gate and up) along a first axis.
     """
 
     module: str
     sites: dict[str, Site]
     expert: int | None = None
+    stacked: bool = False
 
     @property
     def site(self) -> Site:
@@ -163,7 +166,7 @@ class Target:
 
     @property
     def is_fused(self) -> bool:
-        return self.expert is None and self.site.kind == "experts"
+        return self.expert is None and not self.stacked and self.site.kind == "experts"
 
 
 def _core(path: str) -> str:
@@ -216,7 +219,7 @@ class ModuleIndex:
         match = _EXPERT.fullmatch(path)
         module = self._module(match["experts"]) if match else None
         if match is None or module is None:
-            return None
+            return self._find_stacked(path)
         site = self._modules[module].get(_PROJECTIONS.get(match["projection"], ""))
         if site is None or site.kind != "experts":
             return None
@@ -226,3 +229,13 @@ class ModuleIndex:
                 f"module {path!r} is expert {expert}, but {module!r} of the base model has {site.num_experts} experts"
             )
         return Target(module, {site.leaf: site}, expert)
+
+    def _find_stacked(self, path: str) -> Target | None:
+        match = _ALL_EXPERTS.fullmatch(path)
+        module = self._module(match["experts"]) if match else None
+        if match is None or module is None:
+            return None
+        projection = match["projection"]
+        wanted = ["gate_proj", "up_proj"] if projection == "gate_up_proj" else [_PROJECTIONS.get(projection, "")]
+        sites = {name: site for name, site in self._modules[module].items() if name in wanted}
+        return Target(module, sites, stacked=True) if len(sites) == len(wanted) else None

@@ -12,7 +12,8 @@ class SiteWeights:
     """LoRA of one site: y += scale * (x a^T) b, for expert e with a[e], b[e].
 
     `a` is [num_experts, rank, in_features] and `b` is [num_experts, rank, out_features] (B transposed: rank rows);
-    sites that are no experts have num_experts 1. Both are contiguous, in the dtype in which the device computes.
+    sites that are no experts have num_experts 1, and so has a factor that all experts share, which is stored once.
+    Both are contiguous, in the dtype in which the device computes.
     Two sites may hold the same `a` object (one A for gate and up): it is then stored once.
     """
 

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from lorry.lora.experts.base import make_experts_backend
 from tests.adapters import (
     FUSED_EXPERTS,
     make_peft_adapter,
     make_per_expert_adapter,
+    make_stacked_adapter,
     merged_logits,
     reference_logits,
     write_adapter,
@@ -81,6 +83,27 @@ def test_old_per_expert_adapters_equal_merged_weights(family: str, tmp_path: Pat
     torch.testing.assert_close(
         ours[3], reference_logits(factory, None, torch.tensor([prompts[3]]))[0], atol=TOLERANCE, rtol=0
     )
+
+
+@pytest.mark.parametrize("experts", ["torch", "virtual", "merged", "fused"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_m18_factors_shared_by_all_experts_equal_merged_weights(
+    family: str, experts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    factory = partial(tiny_model, family)
+    model = factory()
+    stacked, single = make_stacked_adapter(tmp_path, model, gate_up=family != "gpt_oss", spread=0.2)
+    own = make_per_expert_adapter(tmp_path / "own", model, rank=3, spread=0.2, seed=1)
+    monkeypatch.setattr("lorry.lora.manager.make_experts_backend", partial(make_experts_backend, name=experts))
+    parts = make_parts(model)
+    slots = [load_slot(parts, path) for path in (stacked, own)]
+    prompts = [random_tokens(9 + 4 * i, seed=i)[0].tolist() for i in range(3)]
+    ours = packed_logits(parts, prompts, [*slots, BASE], mixed_steps([len(p) for p in prompts]))
+    for i, path in enumerate([single, own]):
+        expected = merged_logits(factory, path, torch.tensor([prompts[i]]))[0]
+        torch.testing.assert_close(ours[i], expected, atol=TOLERANCE, rtol=0)
+    base = reference_logits(factory, None, torch.tensor([prompts[2]]))[0]
+    torch.testing.assert_close(ours[2], base, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

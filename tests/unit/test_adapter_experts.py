@@ -24,9 +24,11 @@ from tests.adapters import (
     linear_pair,
     make_peft_adapter,
     make_per_expert_adapter,
+    make_stacked_adapter,
     merged_logits,
     peft_deltas,
     reference_logits,
+    site_delta,
     split_by_site,
 )
 from tests.models import MOE_FAMILIES, random_tokens, tiny_model
@@ -224,5 +226,52 @@ def test_fused_and_single_experts_of_one_module_are_refused(tmp_path: Path) -> N
     fused = make_peft_adapter(tmp_path / "a", factory, target_parameters=FUSED_EXPERTS)
     single = make_per_expert_adapter(tmp_path / "b", factory())
     tensors = load_file(fused / "adapter_model.safetensors") | load_file(single / "adapter_model.safetensors")
-    with pytest.raises(AdapterFormatError, match="fused pair for all experts and pairs for single ones"):
+    with pytest.raises(AdapterFormatError, match="a pair for all experts beside other pairs"):
         weights_from_tensors(tensors, {}, find_sites(factory()), torch.float32)
+
+
+@pytest.mark.parametrize("gate_up", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_m18_factors_shared_by_all_experts_are_kept_once(family: str, gate_up: bool, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    sites = find_sites(model)
+    stacked, single = make_stacked_adapter(tmp_path, model, gate_up=gate_up)
+    if family == "gpt_oss" and gate_up:
+        with pytest.raises(AdapterFormatError, match="order is not known.*save gate_proj and up_proj apart"):
+            load(stacked, sites)
+        return
+    weights = load(stacked, sites)
+    assert weights.warnings == ()
+    expected = split_by_site(dense_deltas(model, single), sites)
+    assert set(weights.sites) == set(expected)
+    for index, site_weights in weights.sites.items():
+        down = sites[index].leaf == "down_proj"
+        assert (site_weights.a.shape[0], site_weights.b.shape[0]) == ((4, 1) if down else (1, 4))
+        delta = site_delta(site_weights).expand_as(expected[index])
+        torch.testing.assert_close(delta, expected[index], rtol=0, atol=2e-6)
+    assert gate_up is (weights.sites[min(expected)].a is weights.sites[min(expected) + 1].a)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((2, 4, 32), (4, 24, 4)),
+        ((1, 4, 32), (3, 24, 4)),
+        ((4, 32), (24, 4)),
+        ((1, 4, 24), (4, 32, 4)),
+        ((1, 0, 32), (4, 24, 0)),
+    ],
+)
+def test_m18_other_shapes_for_all_experts_are_refused(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    key = "base_model.model.model.layers.0.mlp.experts.gate_proj"
+    tensors = {f"{key}.lora_A.weight": torch.ones(a), f"{key}.lora_B.weight": torch.ones(b)}
+    with pytest.raises(AdapterMismatch, match=r"needs lora_A \(4, rank, 32\).*first size of 1 where all"):
+        weights_from_tensors(tensors, {}, find_sites(tiny_model("qwen3_moe")), torch.float32)
+
+
+def test_stacked_and_single_experts_of_one_module_are_refused(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe")
+    stacked, single = make_stacked_adapter(tmp_path, model)
+    tensors = load_file(stacked / "adapter_model.safetensors") | load_file(single / "adapter_model.safetensors")
+    with pytest.raises(AdapterFormatError, match="a pair for all experts beside other pairs"):
+        weights_from_tensors(tensors, {}, find_sites(model), torch.float32)

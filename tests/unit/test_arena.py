@@ -28,6 +28,14 @@ def adapter(ranks: dict[int, int], seed: int = 0, shared_a: bool = False) -> Ada
     return AdapterWeights(sites, ("q_proj",))
 
 
+def shared_outer(rank: int, seed: int = 0) -> AdapterWeights:
+    """One A for gate and up of all experts, B of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(1, rank, 48, generator=generator)
+    sites = {i: SiteWeights(a, torch.randn(4, rank, 40, generator=generator), 2.0) for i in (1, 2)}
+    return AdapterWeights(sites, ("experts",))
+
+
 def arena(num_bytes: int = 2**20, num_slots: int = 4) -> Arena:
     return Arena(SITES, num_bytes, num_slots, torch.float32, torch.device("cpu"))
 
@@ -41,8 +49,8 @@ def assert_holds(arena: Arena, slot: int, weights: AdapterWeights) -> None:
             continue
         site = weights.sites[index]
         assert resident is not None
-        assert torch.equal(resident.a, site.a)
-        assert torch.equal(resident.b, site.b)
+        assert torch.equal(resident.a, site.a.expand_as(resident.a))
+        assert torch.equal(resident.b, site.b.expand_as(resident.b))
         assert arena.rank[index, slot] == site.rank
         assert arena.scale[index, slot] == site.scale
         a_offset, b_offset = int(arena.a_offset[index, slot]), int(arena.b_offset[index, slot])
@@ -83,6 +91,73 @@ def test_bytes_come_back_whatever_the_order():
         held.release(slot)
     assert held.num_free_bytes == whole
     assert held._space._free == [(0, held.data.numel())]
+
+
+@pytest.mark.parametrize("at_once", [16, 1000, 2**23])
+def test_compacting_makes_one_range_and_moves_no_table(at_once: int, monkeypatch: pytest.MonkeyPatch):
+    """Small shifts and large ones; what is free is filled with NaN, as a reader of stale offsets would see."""
+    monkeypatch.setattr("lorry.lora.arena.MOVED_AT_ONCE", at_once)
+    held = arena()
+    adapters = [adapter({0: rank, 2: 3}, rank) if rank != 5 else shared_outer(5) for rank in (1, 9, 5, 30)]
+    slots = [held.allocate(weights) for weights in adapters]
+    tables = (held.data, held.a_offset, held.b_offset, held.rank, held.scale, held.shared)
+    addresses = [table.data_ptr() for table in tables]
+    held.release(slots[0])
+    held.release(slots[2])
+    held.compact()
+    used = held.data.numel() - held._space.num_free
+    held.data[used:] = torch.nan
+    assert held._space._free == [(used, held.data.numel() - used)]
+    for i in (1, 3):
+        assert_holds(held, slots[i], adapters[i])
+    assert [table.data_ptr() for table in tables] == addresses
+    held.compact()
+    assert_holds(held, slots[3], adapters[3])
+
+
+def test_room_in_pieces_is_used():
+    """Four adapters fill the arena; two that are no neighbours leave room for one of twice the rank."""
+    size = 8 * (48 + 80)
+    held = arena(num_bytes=4 * 4 * size)
+    slots = [held.allocate(adapter({0: 8}, seed)) for seed in range(4)]
+    held.release(slots[0])
+    held.release(slots[2])
+    large = adapter({0: 16}, 9)
+    slot = held.allocate(large)
+    assert_holds(held, slot, large)
+    assert_holds(held, slots[1], adapter({0: 8}, 1))
+    assert_holds(held, slots[3], adapter({0: 8}, 3))
+    assert held.num_free_bytes == 0
+
+
+def test_m18_factors_that_experts_share_are_stored_once():
+    held = arena()
+    before = held.num_free_bytes
+    weights = shared_outer(8)
+    slot = held.allocate(weights)
+    assert_holds(held, slot, weights)
+    assert held.shared[:, slot].tolist() == [0, 1, 1]
+    elements = 8 * 48 + 2 * 4 * 8 * 40
+    assert elements * 4 <= before - held.num_free_bytes <= 1.05 * elements * 4
+    held.release(slot)
+    slot = held.allocate(adapter({1: 2, 2: 2}))
+    assert held.shared[:, slot].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("ranks", [(1,), (512,), (1, 512, 3, 64)])
+def test_bytes_on_the_device_are_those_of_the_adapter(ranks: tuple[int, ...]):
+    """At real widths, whatever the ranks of the others."""
+    sites = tuple(Site(i, f"l{i}.q", "linear", f"l{i}.q", 2048, 512) for i in range(4))
+    held = Arena(sites, 2**25, 8, torch.bfloat16, torch.device("cpu"))
+    for rank in ranks:
+        before = held.num_free_bytes
+        weights = {
+            i: SiteWeights(torch.ones(1, rank, 2048).bfloat16(), torch.ones(1, rank, 512).bfloat16(), 1.0)
+            for i in range(4)
+        }
+        made = AdapterWeights(weights, ("q",))
+        held.allocate(made)
+        assert made.num_bytes <= before - held.num_free_bytes <= 1.05 * made.num_bytes
 
 
 def test_full_says_what_is_needed_and_changes_nothing():

@@ -10,7 +10,7 @@ from peft import LoraConfig
 from lorry.errors import AdapterFormatError, AdapterMismatch
 from lorry.lora.format import ModuleIndex, ParsedKey, group_keys, named, natural, parse_key, refusals
 from lorry.lora.format_config import _HARMLESS, _REFUSED, AdapterConfig, Patterns, refused_fields, unknown_fields
-from lorry.lora.layouts import orientation_of
+from lorry.lora.layouts_experts import orientation_of
 from lorry.models.sites import Site
 
 Q = "model.layers.0.self_attn.q_proj"

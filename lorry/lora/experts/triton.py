@@ -50,8 +50,9 @@ class TritonExperts:
         self._layers: dict[int, tuple[ExpertsLayer, _Layer]] = {}
         self._tables: LoRATables | None = None
         if arena is not None:
-            shared = getattr(arena, "shared", None)
-            self._tables = LoRATables(arena.data, arena.a_offset, arena.b_offset, arena.rank, arena.scale, shared)
+            self._tables = LoRATables(
+                arena.data, arena.a_offset, arena.b_offset, arena.rank, arena.scale, arena.shared
+            )
 
     def _layer(self, layer: ExpertsLayer) -> _Layer:
         """Described once for each layer: its first forward must not be inside a graph capture."""
