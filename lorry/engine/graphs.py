@@ -1,4 +1,4 @@
-"""Decode steps by CUDA graph: one graph for each batch size of a ladder, with and without LoRA."""
+"""Decode steps by CUDA graph: for each batch size of a ladder one without LoRA, and one for each kind of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lorry.attention.base import CapturableAttention, DecodeBatch
 from lorry.config import PAGE_SIZE
 from lorry.engine.sequence import StepPlan
 from lorry.lora.batch import RequestRouting
-from lorry.lora.manager import LoRAManager
+from lorry.lora.manager import LoRAManager, Variant
 
 
 def ladder(max_batch_size: int) -> list[int]:
@@ -56,7 +56,9 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """Captured decode steps. A plan is padded to the next size of the ladder; base-only plans launch no LoRA."""
+    """Captured decode steps. A plan is padded to the next size of the ladder, and replays a graph without LoRA where
+    it is of base rows only, one without LoRA on experts where none of its adapters has any.
+    """
 
     def __init__(
         self,
@@ -71,18 +73,16 @@ class DecodeGraphs:
         self._lora = lora
         self._sizes = ladder(max_batch_size)
         self._inputs = _Inputs(max_batch_size, -(-max_context // PAGE_SIZE), model.device)
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._graphs: dict[tuple[int, Variant], _Graph] = {}
         self._memory: Any = None
 
     def capture(self, progress: Callable[[str], None]) -> None:
         """Capture every size, largest first so that the smaller ones share its memory. Takes seconds for each."""
-        variants = [False]
-        if self._lora.init_cuda_graphs(self._sizes[-1]):
-            variants.append(True)
+        variants = self._lora.init_cuda_graphs(self._sizes[-1])
         with torch.inference_mode():
             for done, size in enumerate(reversed(self._sizes), start=1):
-                for with_lora in variants:
-                    self._graphs[size, with_lora] = self._capture_one(size, with_lora)
+                for variant in variants:
+                    self._graphs[size, variant] = self._capture_one(size, variant)
                 progress(f"captured decode graphs for batch size {size} ({done} of {len(self._sizes)})")
 
     def fits(self, plan: StepPlan) -> bool:
@@ -95,13 +95,13 @@ class DecodeGraphs:
         size = next(size for size in self._sizes if size >= count)
         self._inputs.fill(plan)
         self._lora.prepare_lora_batch(routing, num_padded_tokens=size)
-        captured = self._graphs[size, self._lora.batch is not None]
+        captured = self._graphs[size, self._lora.variant]
         captured.graph.replay()
         return captured.logits[:count]
 
-    def _capture_one(self, size: int, with_lora: bool) -> _Graph:
+    def _capture_one(self, size: int, variant: Variant) -> _Graph:
         self._inputs.fill(None)
-        self._lora.prepare_capture(size, with_lora)
+        self._lora.prepare_capture(size, variant)
         self._attention.plan_decode(self._batch(size))
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())

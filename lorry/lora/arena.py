@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lorry.errors import AdapterCapacity
 from lorry.lora.weights import AdapterWeights
-from lorry.models.sites import Site
+from lorry.models.sites import Site, SiteKind
 
 ALIGNMENT = 64
 """Elements to which every matrix is aligned: 128 bytes in 16-bit types."""
@@ -76,11 +76,12 @@ class _Placed(NamedTuple):
 
 @dataclass
 class _Blob:
-    """The range of the arena that one adapter has, and what is where in it, by site."""
+    """The range of the arena that one adapter has, what is where in it, by site, and the kinds of these sites."""
 
     start: int
     size: int
     sites: dict[int, _Placed]
+    kinds: frozenset[SiteKind]
 
 
 def _aligned(numel: int) -> int:
@@ -154,7 +155,7 @@ class Arena:
             index: _Placed(starts[id(site.a)], site.a.shape, starts[id(site.b)], site.b.shape, site.scale)
             for index, site in weights.sites.items()
         }
-        self._blobs[slot] = _Blob(start, size, placed)
+        self._blobs[slot] = _Blob(start, size, placed, frozenset(self.sites[index].kind for index in placed))
         self._resident[slot] = self._views(self._blobs[slot])
         self._write_column(slot)
         return slot
@@ -187,6 +188,10 @@ class Arena:
     def get(self, site: int, slot: int) -> ResidentSite | None:
         """A slot's weights at a site, or None where the adapter does not touch it. Valid until the next `compact`."""
         return self._resident[slot].get(site)
+
+    def kinds(self, slots: Sequence[int]) -> frozenset[SiteKind]:
+        """Kinds of the sites that any of these slots touches."""
+        return frozenset().union(*(self._blobs[slot].kinds for slot in slots))
 
     def touches(self, site: int, slots: Sequence[int]) -> bool:
         """Whether any of these slots has weights at the site."""

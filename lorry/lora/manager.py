@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from lorry.lora.weights import AdapterWeights
 from lorry.models.hooks import ExpertsHook
 from lorry.models.sites import Site, find_experts
 from lorry.types import BASE_SLOT
+
+Variant = Literal["base", "dense", "all"]
+"""Which LoRA a captured step launches: none, that of all sites but experts, that of all sites."""
 
 
 class LoRAManager:
@@ -31,13 +35,18 @@ class LoRAManager:
         self.dense = make_dense_backend(lora_backend, arena, device) if arena is not None else None
         self.experts = make_experts_backend(use_virtual_experts, arena, device)
         self.batch: LoRABatchInfo | None = None
+        self.variant: Variant = "base"
         self._capturing = False
 
     def bind_experts(self, model: nn.Module, sites: Sequence[Site]) -> None:
         """Make every experts module of the model call the experts backend."""
 
         def bound(layer: ExpertsLayer) -> ExpertsHook:
-            return lambda hidden, index, weights: self.experts.forward(layer, hidden, index, weights, self.batch)
+            def forward(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+                info = self.batch if self.variant == "all" else None
+                return self.experts.forward(layer, hidden, top_k_index, top_k_weights, info)
+
+            return forward
 
         for path, module in find_experts(model).items():
             own = [site for site in sites if site.module == path]
@@ -63,32 +72,35 @@ class LoRAManager:
     def prepare_lora_batch(self, routing: RequestRouting, num_padded_tokens: int | None = None) -> None:
         """Set the routing of the next forward; a step of base rows only does no LoRA work at all.
 
-        `num_padded_tokens`: the next forward is the replay of a graph captured for so many rows.
+        `num_padded_tokens`: the next forward is the replay of the `variant`'s graph for so many rows.
         """
-        if self.dense is None or not routing.adapter_slots:
-            self.batch = None
+        slots = routing.adapter_slots
+        if self.arena is None or self.dense is None or not slots:
+            self.batch, self.variant = None, "base"
         else:
+            self.variant = "all" if "experts" in self.arena.kinds(slots) else "dense"
             self.batch = self.dense.prepare_lora_batch(routing, num_padded_tokens)
 
-    def init_cuda_graphs(self, max_batch_size: int) -> bool:
-        """Allocate what captured decode steps read; False when there is no LoRA to capture."""
-        if self.dense is None:
-            return False
+    def init_cuda_graphs(self, max_batch_size: int) -> list[Variant]:
+        """Allocate what captured decode steps read; the variants of a step that are to be captured."""
+        if self.arena is None or self.dense is None:
+            return ["base"]
         self.dense.init_cuda_graph_batch_info(max_batch_size, max_batch_size)
-        return True
+        has_experts = any(site.kind == "experts" for site in self.arena.sites)
+        return ["base", "dense", "all"] if has_experts else ["base", "dense"]
 
-    def prepare_capture(self, num_tokens: int, with_lora: bool) -> None:
+    def prepare_capture(self, num_tokens: int, variant: Variant) -> None:
         """Set up the capture of a step of `num_tokens` rows, all of them padding.
 
-        With LoRA, every site is launched, whatever is resident now: the kernels find out in the tables.
+        Every site of the variant is launched, whatever is resident now: the kernels find out in the tables.
         """
-        self._capturing = with_lora
+        self._capturing, self.variant = variant != "base", variant
         routing = RequestRouting((1,) * num_tokens, (BASE_SLOT,) * num_tokens)
-        self.batch = self.dense.prepare_lora_batch(routing, num_tokens) if self.dense and with_lora else None
+        self.batch = self.dense.prepare_lora_batch(routing, num_tokens) if self.dense and self._capturing else None
 
     def end_capture(self) -> None:
         """Back to steps of their own."""
-        self._capturing = False
+        self._capturing, self.variant = False, "base"
         self.batch = None
 
     def applies_to(self, site: int) -> bool:

@@ -138,3 +138,46 @@ def test_l16_reloading_under_captured_graphs(adapters: list[Path]):
         oracle.lora.unload(slot)
         ours = decode_logits(parts, Batch([slots[0], BASE_SLOT], round_)).float().cpu()
         torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)
+
+
+def assert_equals_oracle(parts: Parts, slots: list[int], paths: list[Path | None], seed: int) -> None:
+    """A batch of these slots (None: the base) against an engine of the reference backends."""
+    oracle = make_parts(FACTORY(), lora_memory=2**24)
+    own = {path: BASE_SLOT if path is None else load_slot(oracle, path) for path in paths}
+    expected = decode_logits(oracle, Batch([own[path] for path in paths], seed))
+    ours = decode_logits(parts, Batch(slots, seed)).float().cpu()
+    torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_p14_adapters_without_experts_launch_no_lora_on_experts(
+    adapters: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    plain = make_peft_adapter(tmp_path / "plain", FACTORY, ATTENTION, rank=5, seed=9, spread=0.15)
+    parts, slots = parts_for("csgmv", "auto", [*adapters[:1], plain])
+    seen, forward = [], parts.lora.experts.forward
+
+    def record(layer, hidden, index, weights, info):
+        seen.append(info)
+        return forward(layer, hidden, index, weights, info)
+
+    monkeypatch.setattr(parts.lora.experts, "forward", record)
+    assert_equals_oracle(parts, [slots[1], BASE_SLOT, slots[1]], [plain, None, plain], 1)
+    assert parts.lora.variant == "dense"
+    assert seen
+    assert set(seen) == {None}
+    assert_equals_oracle(parts, [slots[1], slots[0], BASE_SLOT], [plain, adapters[0], None], 2)
+    assert parts.lora.variant == "all"
+    assert None not in seen[-1:]
+
+
+def test_compacting_under_captured_graphs(adapters: list[Path]):
+    """Adapters move in the arena between replays; what they leave behind is NaN."""
+    parts, slots = parts_for("csgmv", "auto", adapters[:3])
+    paths: list[Path | None] = [adapters[2], None, adapters[1]]
+    assert_equals_oracle(parts, [slots[2], BASE_SLOT, slots[1]], paths, 1)
+    arena = parts.lora.arena
+    assert arena is not None
+    parts.lora.unload(slots[0])
+    arena.compact()
+    arena.data[arena.data.numel() - arena.num_free_bytes // arena.dtype.itemsize :] = torch.nan
+    assert_equals_oracle(parts, [slots[2], BASE_SLOT, slots[1]], paths, 2)
