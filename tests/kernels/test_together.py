@@ -46,12 +46,17 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ]
 
 
-def parts_for(dense: str, experts: str, adapters: list[Path]) -> tuple[Parts, list[int]]:
+def parts_for(dense: str, adapters: list[Path], graphs: bool = ON_GPU) -> tuple[Parts, list[int]]:
     model = FACTORY().cuda() if ON_GPU else FACTORY()
     parts = make_parts(
-        model, lora_backend=dense, attention_backend="triton", max_running_requests=16, lora_memory=2**24
+        model,
+        lora_backend=dense,
+        attention_backend="triton",
+        max_running_requests=16,
+        lora_memory=2**24,
+        disable_cuda_graph=not graphs,
     )
-    assert (parts.runner.graphs is not None) == ON_GPU
+    assert (parts.runner.graphs is not None) == graphs
     return parts, [load_slot(parts, path) for path in adapters]
 
 
@@ -95,14 +100,19 @@ def mixes(slots: list[int]) -> list[list[int]]:
     return [*rows, [BASE_SLOT, slots[0]]]
 
 
+@pytest.mark.parametrize("graphs", [True, False] if ON_GPU else [False])
 @pytest.mark.parametrize("experts", ["torch", "merged", "fused"])
-@pytest.mark.parametrize("dense", ["triton", "csgmv"])
-def test_each_row_by_its_own_adapter(dense: str, experts: str, adapters: list[Path], monkeypatch: pytest.MonkeyPatch):
-    if ON_GPU and experts == "torch":
-        pytest.skip("the reference cannot be captured; it is the oracle below")
+@pytest.mark.parametrize("dense", ["torch", "triton", "csgmv"])
+def test_each_row_by_its_own_adapter(
+    dense: str, experts: str, graphs: bool, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+):
+    if dense == experts == "torch":
+        pytest.skip("this is the oracle")
+    if graphs and "torch" in (dense, experts):
+        pytest.skip("the references cannot be captured")
     choose = partial(make_experts_backend, name=experts)
     monkeypatch.setattr("lorry.lora.manager.make_experts_backend", choose)
-    parts, slots = parts_for(dense, experts, adapters)
+    parts, slots = parts_for(dense, adapters, graphs)
     monkeypatch.undo()
     monkeypatch.setattr("lorry.lora.manager.make_experts_backend", partial(make_experts_backend, name="torch"))
     oracle = make_parts(FACTORY(), lora_backend="torch", lora_memory=2**24)
@@ -118,7 +128,7 @@ def test_each_row_by_its_own_adapter(dense: str, experts: str, adapters: list[Pa
 
 
 def test_base_rows_in_a_mixed_graph_equal_a_base_graph_w11_m20(adapters: list[Path]):
-    parts, slots = parts_for("csgmv", "auto", adapters)
+    parts, slots = parts_for("csgmv", adapters)
     alone = decode_logits(parts, Batch([BASE_SLOT] * 4, 3))
     mixed = decode_logits(parts, Batch([BASE_SLOT, slots[0], BASE_SLOT, slots[1]], 3))
     again = decode_logits(parts, Batch([BASE_SLOT] * 4, 3))
@@ -128,7 +138,7 @@ def test_base_rows_in_a_mixed_graph_equal_a_base_graph_w11_m20(adapters: list[Pa
 
 def test_l16_reloading_under_captured_graphs(adapters: list[Path]):
     """The same slot filled again and again with other weights of other ranks: each replay sees what is there now."""
-    parts, slots = parts_for("csgmv", "auto", adapters[:1])
+    parts, slots = parts_for("csgmv", adapters[:1])
     oracle = make_parts(FACTORY(), lora_memory=2**24)
     for round_, path in enumerate([*adapters[1:], *adapters] * (3 if ON_GPU else 1)):
         parts.lora.unload(slots[0])
@@ -153,7 +163,7 @@ def test_p14_adapters_without_experts_launch_no_lora_on_experts(
     adapters: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     plain = make_peft_adapter(tmp_path / "plain", FACTORY, ATTENTION, rank=5, seed=9, spread=0.15)
-    parts, slots = parts_for("csgmv", "auto", [*adapters[:1], plain])
+    parts, slots = parts_for("csgmv", [*adapters[:1], plain])
     seen, forward = [], parts.lora.experts.forward
 
     def record(layer, hidden, index, weights, info):
@@ -172,7 +182,7 @@ def test_p14_adapters_without_experts_launch_no_lora_on_experts(
 
 def test_compacting_under_captured_graphs(adapters: list[Path]):
     """Adapters move in the arena between replays; what they leave behind is NaN."""
-    parts, slots = parts_for("csgmv", "auto", adapters[:3])
+    parts, slots = parts_for("csgmv", adapters[:3])
     paths: list[Path | None] = [adapters[2], None, adapters[1]]
     assert_equals_oracle(parts, [slots[2], BASE_SLOT, slots[1]], paths, 1)
     arena = parts.lora.arena
