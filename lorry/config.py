@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from lorry.errors import ConfigError
 
@@ -36,6 +36,9 @@ class EngineConfig(BaseModel):
     tokenizer_path: str | None = Field(None, description="folder or hub name of the tokenizer, if not the model's")
     served_model_name: str | None = Field(None, description="name of the base in the API (default: the model's)")
     chat_template: str | None = Field(None, description="file with a Jinja chat template, if not the tokenizer's")
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="auto: the model's files; dummy: random weights from config.json alone, for benchmarks"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="type of weights and KV")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     context_length: int | None = Field(None, ge=16, description="longest prompt plus answer, in tokens")
@@ -45,8 +48,12 @@ class EngineConfig(BaseModel):
     chunked_prefill_size: int = Field(512, ge=1, description="most rows (tokens) in one step")
     max_total_tokens: int | None = Field(None, ge=PAGE_SIZE, description="tokens that the KV pool holds")
     disable_cuda_graph: bool = Field(False, description="run decode steps eagerly on CUDA too")
-    mem_fraction_static: float = Field(
-        0.3, gt=0, lt=1, description="share of the device's free memory for KV, where max-total-tokens is not given"
+    mem_fraction_static: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="share of a GPU's memory for weights, adapters, KV, graphs and the largest step together "
+        "(default: 0.9); without a GPU the share of the free memory for KV (default: 0.3)",
     )
     disable_radix_cache: bool = Field(False, description="do not share the KV of equal prefixes")
     attention_backend: Literal["auto", "torch", "triton"] = Field("auto", description="implementation of attention")
@@ -67,11 +74,37 @@ class EngineConfig(BaseModel):
     lora_memory: int | None = Field(
         None, description="bytes of the arena that holds adapters, e.g. 2GiB (default: 1GiB, or 1/8 of a GPU)"
     )
+    dummy_adapters: int = Field(
+        0, ge=0, description="random adapters dummy-0, dummy-1, ... to load at start, with load-format dummy only"
+    )
+    dummy_rank: int = Field(16, ge=1, description="rank of the dummy adapters")
 
     @field_validator("lora_memory", mode="before")
     @classmethod
     def _bytes(cls, value: Any) -> Any:
         return parse_bytes(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_dummies(self) -> Self:
+        if not self.dummy_adapters:
+            return self
+        if self.load_format != "dummy":
+            raise ConfigError(
+                "--dummy-adapters would spoil the answers of a real model: add --load-format dummy for a benchmark, "
+                "or serve real adapters with --lora-paths"
+            )
+        if not self.enable_lora:
+            raise ConfigError("--dummy-adapters needs LoRA: leave out --no-enable-lora")
+        if self.dummy_adapters > self.max_loras_per_batch:
+            raise ConfigError(
+                f"--dummy-adapters {self.dummy_adapters} is more than --max-loras-per-batch "
+                f"{self.max_loras_per_batch}: raise the latter"
+            )
+        if self.max_lora_rank is not None and self.dummy_rank > self.max_lora_rank:
+            raise ConfigError(
+                f"--dummy-rank {self.dummy_rank} is above --max-lora-rank {self.max_lora_rank}: raise the latter"
+            )
+        return self
 
     @property
     def base_name(self) -> str:

@@ -55,7 +55,9 @@ class Tokenizer:
         try:
             pretrained = AutoTokenizer.from_pretrained(path)
         except Exception as error:  # missing files, no network, damaged JSON: each library has its own error
-            raise ConfigError(f"no tokenizer could be loaded from {path!r}: {error}") from error
+            raise ConfigError(
+                f"no tokenizer could be loaded from {path!r}; name one with --tokenizer-path: {error}"
+            ) from error
         if not getattr(pretrained, "is_fast", False):
             raise UnsupportedModel(f"the tokenizer of {path!r} has no tokenizer.json, which streaming text needs")
         if template is not None:

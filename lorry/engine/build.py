@@ -3,30 +3,51 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import psutil
 import torch
+from torch import Tensor
 
-from lorry.attention.base import CapturableAttention, make_attention_backend
+from lorry.attention.base import AttentionBackend, CapturableAttention, make_attention_backend
 from lorry.config import PAGE_SIZE, EngineConfig
 from lorry.engine.graphs import DecodeGraphs
+from lorry.engine.memory import (
+    HOST_FRACTION,
+    KVSize,
+    MemoryBudget,
+    largest_step,
+    max_step_tokens,
+    measure_step,
+    size_kv,
+    used_bytes,
+    wanted_context,
+)
 from lorry.engine.runner import ModelRunner
 from lorry.engine.scheduler import Scheduler
 from lorry.engine.sequence import ScheduledChunk, Sequence, StepPlan
-from lorry.errors import ConfigError
-from lorry.kv.pool import allocate_kv
+from lorry.errors import AdapterCapacity
+from lorry.kv.pool import LayerKV, allocate_kv, grow_kv
 from lorry.kv.prefix import PagePool
 from lorry.lora.arena import Arena
+from lorry.lora.dummy import DummyAdapter, dummy_bytes, dummy_sites, random_weights, zero_weights
 from lorry.lora.layers import attach_lora
 from lorry.lora.manager import LoRAManager
 from lorry.models.hooks import bind_attention
-from lorry.models.loader import LoadedModel, check_against_reference, load_model, resolve_device
+from lorry.models.loader import LoadedModel, load_model, make_dummy_model, read_config, resolve_device
+from lorry.models.reference import self_check
 from lorry.models.sites import Site, find_sites
 from lorry.types import BASE_SLOT, EngineInfo, EngineRequest, SamplingParams
 
 _DEFAULT_CPU_ARENA = 2**30
+
+_RANK_OF_LARGEST_STEP = 64
+"""Rank of the adapter that the largest step is measured with, where --max-lora-rank gives no other."""
+
+_LONG_CONTEXT = 2**14
+"""Tokens of the longest context in the largest step, where memory does not depend on it but time does."""
 
 
 @dataclass(frozen=True)
@@ -39,41 +60,56 @@ class Parts:
     runner: ModelRunner
     scheduler: Scheduler
     info: EngineInfo = field(repr=False)
+    dummies: tuple[DummyAdapter, ...] = ()
 
 
 def build(config: EngineConfig, progress: Callable[[str], None]) -> Parts:
     """Load the model of the configuration and build around it."""
     start = time.perf_counter()
-    loaded = load_model(config.model, config.dtype, resolve_device(config.device), progress)
+    device = resolve_device(config.device)
+    skeleton = read_config(config.model)
+    dtype = skeleton.dtype(config.dtype)
+    budget = MemoryBudget.of(device, config)
+    num_bytes = skeleton.num_parameters * dtype.itemsize
+    budget.take("weights", num_bytes)
+    load = make_dummy_model if config.load_format == "dummy" else load_model
+    with budget.explained("weights", num_bytes):
+        loaded = load(config.model, skeleton, dtype, device, progress)
     return build_around(loaded, config, progress, start)
 
 
 def build_around(
     loaded: LoadedModel, config: EngineConfig, progress: Callable[[str], None], start: float | None = None
 ) -> Parts:
-    """Build around a model that is loaded: LoRA, memory, runner; ends with the self-check."""
+    """Build around a model that is loaded: LoRA, memory, runner, with a self-check on the way."""
     start = time.perf_counter() if start is None else start
+    budget = MemoryBudget.of(loaded.device, config)
+    budget.take("weights", loaded.weight_bytes)
     all_sites = find_sites(loaded.model)
     sites = all_sites if config.enable_lora else ()
-    arena = _make_arena(sites, loaded, config) if config.enable_lora else None
+    arena = _make_arena(sites, loaded, config, budget) if config.enable_lora else None
     lora = LoRAManager(arena, config.lora_backend, config.lora_use_virtual_experts, loaded.device)
+    dummies = _load_dummies(lora, sites, loaded, config, progress) if config.dummy_adapters else ()
     lora.bind_experts(loaded.model, all_sites)
     attach_lora(loaded.model, sites, lora)
 
-    num_pages, context = _size_kv(loaded, config)
     attention = make_attention_backend(config.attention_backend, loaded.device)
-    bind_attention(loaded.model, attention, allocate_kv(loaded.kv_shapes, num_pages, loaded.dtype, loaded.device))
+    pool = allocate_kv(loaded.kv_shapes, 1, loaded.dtype, loaded.device)  # grows when it is known what is left
+    bind_attention(loaded.model, attention, pool)
     runner = ModelRunner(loaded, attention, lora)
+    self_check(loaded.model, loaded.reference, _check_forward(loaded, runner))
+    if loaded.device.type == "cuda":
+        kv = _finish_on_cuda(_Unfinished(loaded, lora, runner, attention, config, budget, dummies), pool, progress)
+    else:
+        free = psutil.virtual_memory().available * (config.mem_fraction_static or HOST_FRACTION)
+        kv = size_kv(config, loaded.max_context, _kv_bytes_per_token(loaded), int(free))
+        grow_kv(pool, kv.num_pages)
+    progress(f"self-check passed; {kv.num_tokens:,} tokens of KV, {len(sites):,} LoRA sites")
     scheduler = Scheduler(
-        PagePool(num_pages, PAGE_SIZE, not config.disable_radix_cache),
+        PagePool(kv.num_pages, PAGE_SIZE, not config.disable_radix_cache),
         config.max_running_requests,
-        max(config.chunked_prefill_size, config.max_running_requests),
+        max_step_tokens(config),
     )
-    _self_check(loaded, runner)
-    if loaded.device.type == "cuda" and not config.disable_cuda_graph and isinstance(attention, CapturableAttention):
-        runner.graphs = DecodeGraphs(loaded.model, attention, lora, config.max_running_requests, context)
-        runner.graphs.capture(progress)
-    progress(f"self-check passed; {num_pages * PAGE_SIZE:,} tokens of KV, {len(sites):,} LoRA sites")
 
     has_experts = any(site.kind == "experts" for site in all_sites)
     info = EngineInfo(
@@ -83,9 +119,9 @@ def build_around(
         device=str(loaded.device),
         num_parameters=loaded.num_parameters,
         weight_bytes=loaded.weight_bytes,
-        context_length=context,
-        kv_tokens=num_pages * PAGE_SIZE,
-        kv_bytes=num_pages * PAGE_SIZE * _kv_bytes_per_token(loaded),
+        context_length=kv.context,
+        kv_tokens=kv.num_tokens,
+        kv_bytes=kv.num_tokens * _kv_bytes_per_token(loaded),
         lora_bytes=arena.num_bytes if arena is not None else 0,
         num_lora_sites=len(sites),
         max_loras=config.max_loras_per_batch if config.enable_lora else 0,
@@ -95,55 +131,135 @@ def build_around(
         experts_backend=lora.experts.name if has_experts else None,
         load_seconds=time.perf_counter() - start,
     )
-    return Parts(loaded, sites, lora, runner, scheduler, info)
+    return Parts(loaded, sites, lora, runner, scheduler, info, dummies)
 
 
-def _make_arena(sites: tuple[Site, ...], loaded: LoadedModel, config: EngineConfig) -> Arena:
+def _make_arena(sites: tuple[Site, ...], loaded: LoadedModel, config: EngineConfig, budget: MemoryBudget) -> Arena:
     num_bytes = config.lora_memory
     if num_bytes is None:
-        on_gpu = loaded.device.type == "cuda"
-        num_bytes = torch.cuda.mem_get_info()[1] // 8 if on_gpu else _DEFAULT_CPU_ARENA
-    return Arena(sites, num_bytes, config.max_loras_per_batch, loaded.dtype, loaded.device)
+        num_bytes = budget.total // 8 if loaded.device.type == "cuda" else _DEFAULT_CPU_ARENA
+        if config.dummy_adapters:
+            chosen = dummy_sites(loaded.model, sites, config.lora_target_modules)
+            needed = config.dummy_adapters * dummy_bytes(chosen, config.dummy_rank, loaded.dtype)
+            num_bytes = max(num_bytes, needed)
+    budget.take("arena of adapters", num_bytes)
+    with budget.explained("arena of adapters"):
+        return Arena(sites, num_bytes, config.max_loras_per_batch, loaded.dtype, loaded.device)
+
+
+def _load_dummies(
+    lora: LoRAManager,
+    sites: tuple[Site, ...],
+    loaded: LoadedModel,
+    config: EngineConfig,
+    progress: Callable[[str], None],
+) -> tuple[DummyAdapter, ...]:
+    """The dummy adapters, on the device before the rest of its memory is divided: each is there twice at first."""
+    chosen = dummy_sites(loaded.model, sites, config.lora_target_modules)
+    dummies = []
+    for seed in range(config.dummy_adapters):
+        weights = random_weights(chosen, config.dummy_rank, loaded.dtype, loaded.device, seed)
+        try:
+            slot = lora.load(weights)
+        except AdapterCapacity as error:
+            raise AdapterCapacity(f"adapter 'dummy-{seed}' of {config.dummy_adapters}: {error}") from None
+        dummies.append(DummyAdapter(f"dummy-{seed}", slot, weights.rank, weights.num_bytes, weights.target_modules))
+    size = sum(dummy.num_bytes for dummy in dummies)
+    progress(f"made {len(dummies)} dummy adapters of rank {config.dummy_rank}, {size / 2**30:.2f} GiB")
+    return tuple(dummies)
 
 
 def _kv_bytes_per_token(loaded: LoadedModel) -> int:
     return sum(shape.bytes_per_token(loaded.dtype) for shape in loaded.kv_shapes.values())
 
 
-def _size_kv(loaded: LoadedModel, config: EngineConfig) -> tuple[int, int]:
-    """Pages of the pool and the context length, which is at most the model's and at most what the pool holds."""
-    wanted = config.context_length or loaded.max_context
-    if wanted > loaded.max_context:
-        raise ConfigError(
-            f"--context-length {wanted} is more than the {loaded.max_context} positions that the model has"
-        )
-    if config.max_total_tokens is not None:
-        tokens = config.max_total_tokens
-    else:
-        on_gpu = loaded.device.type == "cuda"
-        free = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available
-        tokens = int(free * config.mem_fraction_static) // _kv_bytes_per_token(loaded)
-        tokens = min(tokens, config.max_running_requests * wanted)
-    num_pages = tokens // PAGE_SIZE
-    if num_pages < 1:
-        raise ConfigError(
-            f"there is no memory for one page of KV ({PAGE_SIZE} tokens of {_kv_bytes_per_token(loaded):,} bytes): "
-            "raise --mem-fraction-static or give --max-total-tokens"
-        )
-    context = min(wanted, num_pages * PAGE_SIZE)
-    if config.context_length is not None and context < config.context_length:
-        raise ConfigError(
-            f"--context-length {wanted} does not fit into the {num_pages * PAGE_SIZE} tokens of the KV pool: "
-            "lower it, or raise --max-total-tokens or --mem-fraction-static"
-        )
-    return num_pages, context
+@dataclass(frozen=True)
+class _Unfinished:
+    """An engine that runs, on a pool of one page."""
+
+    loaded: LoadedModel
+    lora: LoRAManager
+    runner: ModelRunner
+    attention: AttentionBackend
+    config: EngineConfig
+    budget: MemoryBudget
+    dummies: tuple[DummyAdapter, ...]
+
+    def make_graphs(self, context: int) -> DecodeGraphs | None:
+        if self.config.disable_cuda_graph or not isinstance(self.attention, CapturableAttention):
+            return None
+        return DecodeGraphs(self.loaded.model, self.attention, self.lora, self.config.max_running_requests, context)
 
 
-def _self_check(loaded: LoadedModel, runner: ModelRunner) -> None:
-    """Prefill the reference prompt in two chunks on pages 0 and following, and compare with the plain model."""
+def _finish_on_cuda(parts: _Unfinished, pool: dict[str, LayerKV], progress: Callable[[str], None]) -> KVSize:
+    """Measure the largest step and the graphs, give KV the rest, capture, and run the largest step once more."""
+    loaded, config, budget, device = parts.loaded, parts.config, parts.budget, parts.loaded.device
+    bytes_per_token = _kv_bytes_per_token(loaded)
+    wanted = wanted_context(config, loaded.max_context)
+    bound = min(wanted, max(PAGE_SIZE, budget.left // bytes_per_token), config.max_total_tokens or wanted)
+    if isinstance(parts.attention, CapturableAttention):  # it reads pages in place: no memory grows with the context
+        bound = min(bound, _LONG_CONTEXT)
+    with _any_adapter(parts) as slot:
+        plan = largest_step(config, bound, slot)
+        progress("measuring the memory of the largest step")
+        measure_step(budget, device, lambda: parts.runner.execute(plan))
+        trial = parts.make_graphs(bound)
+        if trial is not None:
+            with budget.explained("decode graphs"):
+                budget.take("decode graphs", trial.estimate_bytes())
+            del trial
+        kv = size_kv(config, loaded.max_context, bytes_per_token, budget.left)
+        budget.take("KV pool", kv.num_tokens * bytes_per_token)
+        with budget.explained("KV pool"):
+            grow_kv(pool, kv.num_pages)
+        with budget.explained("decode graphs"):
+            parts.runner.graphs = parts.make_graphs(kv.context)
+            if parts.runner.graphs is not None:
+                before, estimate = used_bytes(device), budget.parts["decode graphs"]
+                parts.runner.graphs.capture(progress)
+                budget.parts["decode graphs"] = used_bytes(device) - before
+                progress(
+                    f"decode graphs take {budget.parts['decode graphs'] / 2**30:.2f} GiB, "
+                    f"{estimate / 2**30:.2f} GiB were set aside"
+                )
+        with budget.explained("largest step"):
+            parts.runner.execute(largest_step(config, min(bound, kv.context), slot))
+            torch.cuda.synchronize(device)
+    progress(budget.table())
+    return kv
+
+
+@contextmanager
+def _any_adapter(parts: _Unfinished) -> Iterator[int]:
+    """Slot of an adapter that touches every site, for as long as the context lasts; of the largest rank that fits."""
+    lora, config = parts.lora, parts.config
+    if lora.arena is None or lora.dense is None or not lora.arena.sites:
+        yield BASE_SLOT
+        return
+    rank = min(config.max_lora_rank or _RANK_OF_LARGEST_STEP, lora.dense.max_rank or 2**20)
+    slot = None
+    while slot is None and rank:
+        try:
+            slot = lora.load(zero_weights(lora.arena.sites, rank, parts.loaded.dtype, parts.loaded.device))
+        except AdapterCapacity:
+            rank //= 2
+    if slot is None:  # no room beside the dummies, or for anything
+        yield parts.dummies[0].slot if parts.dummies else BASE_SLOT
+        return
+    try:
+        yield slot
+    finally:
+        lora.unload(slot)
+
+
+def _check_forward(loaded: LoadedModel, runner: ModelRunner) -> Callable[[int, int], Tensor]:
+    """Logits of a part of the reference prompt, whose keys and values are in page 0."""
     token_ids = list(loaded.reference.token_ids)
     request = EngineRequest(request_id="self-check", token_ids=tuple(token_ids), params=SamplingParams())
     sequence = Sequence(request, BASE_SLOT, 0, 1, token_ids, pages=[0])
-    first, second = StepPlan((ScheduledChunk(sequence, 0, 7),)), StepPlan((ScheduledChunk(sequence, 7, 5),))
-    logits = torch.cat([runner.forward(first, list(range(7))), runner.forward(second, list(range(5)))])
-    check_against_reference(loaded, logits)
+
+    def forward(start: int, stop: int) -> Tensor:
+        plan = StepPlan((ScheduledChunk(sequence, start, stop - start),))
+        return runner.forward(plan, list(range(stop - start)))
+
+    return forward

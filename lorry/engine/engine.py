@@ -50,6 +50,8 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._finished: list[TokenOutput] = []
         self._random = random.Random(config.random_seed)
+        for dummy in self._parts.dummies:
+            self._store.add(dummy.info(self._store.next_uid()), dummy.slot)
         for name, path in config.lora_paths.items():
             progress(f"loading adapter {name} from {path}")
             self.register_adapter(self.prepare_adapter(name, path))

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lorry.attention.base import CapturableAttention, DecodeBatch
 from lorry.config import PAGE_SIZE
+from lorry.engine.memory import used_bytes
 from lorry.engine.sequence import StepPlan
 from lorry.lora.batch import RequestRouting
 from lorry.lora.manager import LoRAManager, Variant
@@ -47,6 +48,10 @@ class _Inputs:
             rows[:, i] = (sequence.token_ids[position], position, slot, position + 1)
             pages[i, : len(sequence.pages)] = sequence.pages
         self._data.copy_(torch.from_numpy(packed).pin_memory(), non_blocking=True)
+
+
+_MIN_GRAPH_BYTES = 2**21
+"""Of a captured graph: some kilobytes for each of its kernels."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,26 @@ class DecodeGraphs:
                 for variant in variants:
                     self._graphs[size, variant] = self._capture_one(size, variant)
                 progress(f"captured decode graphs for batch size {size} ({done} of {len(self._sizes)})")
+
+    def estimate_bytes(self) -> int:
+        """Device memory that `capture` will take, by trial captures of the two largest sizes, which are dropped.
+
+        The first brings the memory that all graphs share. Each further graph has its own logits and launches: it is
+        taken to cost what the second did, in proportion to its size.
+        """
+        variants = self._lora.init_cuda_graphs(self._sizes[-1])
+        with torch.inference_mode():
+            self._capture_one(self._sizes[-1], variants[-1])  # loads kernels, which is no cost of graphs
+            self._memory = None
+            used = [used_bytes(self._model.device)]
+            for size in self._sizes[:-3:-1]:
+                self._graphs[size, variants[-1]] = self._capture_one(size, variants[-1])
+                used.append(used_bytes(self._model.device))
+        self._graphs.clear()
+        self._memory = None
+        shared, further = used[1] - used[0], used[-1] - used[1]
+        costs = [max(further * size // self._sizes[-2:][0], _MIN_GRAPH_BYTES) for size in self._sizes]
+        return max(0, shared) + len(variants) * sum(costs)
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether the plan is decodes alone, and not more than were captured for."""

@@ -47,3 +47,10 @@ def allocate_kv(
         path: LayerKV(empty(s.num_kv_heads, s.key_dim), empty(s.num_kv_heads, s.value_dim))
         for path, s in shapes.items()
     }
+
+
+def grow_kv(pool: Mapping[str, LayerKV], num_pages: int) -> None:
+    """Make a pool hold `num_pages`, in place: whoever holds its tensors sees the new size. Addresses change."""
+    for kv in pool.values():
+        for tensor in (kv.keys, kv.values):
+            tensor.resize_(num_pages * PAGE_SIZE, *tensor.shape[1:])
