@@ -89,7 +89,8 @@ def build_around(
     sites = all_sites if config.enable_lora else ()
     arena = _make_arena(sites, loaded, config, budget) if config.enable_lora else None
     lora = LoRAManager(arena, config.lora_backend, config.lora_use_virtual_experts, loaded.device)
-    dummies = _load_dummies(lora, sites, loaded, config, progress) if config.dummy_adapters else ()
+    with budget.explained("arena of adapters"):
+        dummies = _load_dummies(lora, sites, loaded, config, progress) if config.dummy_adapters else ()
     lora.bind_experts(loaded.model, all_sites)
     attach_lora(loaded.model, sites, lora)
 

@@ -100,4 +100,4 @@ def test_what_does_not_fit_is_explained_with_a_table(settings: dict, flag: str, 
     with pytest.raises(ConfigError, match="out of memory on cuda") as caught:
         build(dummy(tmp_path, **settings), lambda text: None)
     assert flag in str(caught.value)
-    assert "weights" in str(caught.value)
+    assert "of which may be used" in str(caught.value)

@@ -1,4 +1,4 @@
-"""The self-check at load refuses what would be served wrongly, and no model for choices of experts that rounding flips."""
+"""The self-check at load refuses what would be served wrongly, and not what rounding does to choices of experts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -122,7 +122,7 @@ def change_routers(loaded: LoadedModel, change: Callable[[Tensor, Tensor], tuple
 def flip_one_row_in_six(weights: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """The last choice of some rows is another expert, as if two had been nearly equal."""
     index = index.clone()
-    unused = torch.stack([torch.tensor([e for e in range(4) if e not in row][0]) for row in index[::6].tolist()])
+    unused = torch.stack([torch.tensor(next(e for e in range(4) if e not in row)) for row in index[::6].tolist()])
     index[::6, -1] = unused
     return weights, index
 
