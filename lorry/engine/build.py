@@ -62,7 +62,12 @@ def build_around(
 
     num_pages, context = _size_kv(loaded, config)
     attention = make_attention_backend(config.attention_backend, loaded.device)
-    bind_attention(loaded.model, attention, allocate_kv(loaded.kv_shapes, num_pages, loaded.dtype, loaded.device))
+    pool = allocate_kv(loaded.kv_shapes, num_pages, loaded.dtype, loaded.device)
+    bind_attention(loaded.model, attention, pool)
+    if attention.name == "triton" and not config.disable_grafts:
+        from lorry.lora.grafting import graft
+
+        graft(loaded.model, sites, lora, attention, pool, progress)
     runner = ModelRunner(loaded, attention, lora)
     scheduler = Scheduler(
         PagePool(num_pages, PAGE_SIZE, not config.disable_radix_cache),

@@ -169,7 +169,8 @@ def norm_rotate_write(
     parts [P, T, (num_q + 2 num_kv) * D]: q, k, v one after the other, D / 2 a power of two, P 1 above
     `MAX_ROWS_BY_ROW` rows. `lora` and h are None
     together, or those of the projection, with sites q, k, v. keys, values [rows, num_kv, D] are written in place, at
-    `write_slots` [T] int64 only, which must differ for all rows. Returns q [T, num_q * D], new, of the keys' dtype.
+    `write_slots` [T] (integer, -1: nowhere) only, which must differ for all rows. Returns q [T, num_q * D], new, of
+    the keys' dtype.
     Norm and rotary are transformers': float32 within, rounded after the norm and after its weight. Rows of slot -1
     get no LoRA. Deterministic; safe under graph capture.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from lorry.lora.weights import AdapterWeights
 from lorry.models.hooks import ExpertsHook
 from lorry.models.sites import Site, find_experts
 from lorry.types import BASE_SLOT
+
+if TYPE_CHECKING:
+    from lorry.kernels.dense_fused import GroupLoRA
 
 Variant = Literal["base", "dense", "all"]
 """Which LoRA a captured step launches: none, that of all sites but experts, that of all sites."""
@@ -103,14 +106,24 @@ class LoRAManager:
         self._capturing, self.variant = False, "base"
         self.batch = None
 
-    def applies_to(self, site: int) -> bool:
-        """Whether any adapter of this step has weights at the site."""
+    def applies_to(self, *sites: int) -> bool:
+        """Whether any adapter of this step has weights at any of the sites."""
         if self.batch is None or self.arena is None:
             return False
-        return self._capturing or self.arena.touches(site, self.batch.slots)
+        return self._capturing or any(self.arena.touches(site, self.batch.slots) for site in sites)
 
-    def add_lora(self, y: Tensor, x: Tensor, site: int) -> None:
-        """Add this step's LoRA of a site in place: y [..., out], x [..., in], with one row for each token."""
+    def add_lora(self, y: Tensor, x: Tensor, *sites: int) -> None:
+        """Add this step's LoRA of one to three sites that read the same x, in place.
+
+        x [..., in], y [..., sum of the sites' out], with one row for each token.
+        """
         assert self.batch is not None
         assert self.dense is not None
-        self.dense.add_lora(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), (site,), self.batch)
+        self.dense.add_lora(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), sites, self.batch)
+
+    def group_lora(self, *sites: int) -> GroupLoRA | None:
+        """What fused kernels need to add this step's LoRA of the sites; None where there is nothing to add, or where
+        the dense backend has no such kernels and `add_lora` must do it."""
+        if self.dense is None or self.batch is None or not self.applies_to(*sites):
+            return None
+        return self.dense.group_lora(sites, self.batch)
