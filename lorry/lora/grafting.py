@@ -14,7 +14,7 @@ from lorry.config import PAGE_SIZE
 from lorry.kv.pool import LayerKV
 from lorry.lora.block import Block, GatedMLP, Norm, NormInput
 from lorry.lora.manager import LoRAManager
-from lorry.models.grafts import NUM_SAMPLES, graft_leaves, is_rms_norm
+from lorry.models.grafts import NUM_SAMPLES, is_rms_norm
 from lorry.models.sites import Site
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -33,7 +33,7 @@ class _Seen:
 
 
 @torch.inference_mode()
-def graft(
+def graft_layers(
     model: Any,
     sites: Sequence[Site],
     manager: LoRAManager,
@@ -41,12 +41,11 @@ def graft(
     pool: Mapping[str, LayerKV],
     report: Callable[[str], None],
 ) -> None:
-    """Graft leaves, MLPs and whole decoder layers of a model whose hooks and LoRA are in place.
+    """Graft MLPs and whole decoder layers of a model whose hooks and LoRA are in place.
 
     `report` is told what was grafted and what was left. The first page of the pool is overwritten.
     """
     by_path = {site.module: site for site in sites if site.kind == "linear"}
-    graft_leaves(model, report)
     for path, module in model.named_modules():
         if _has_plain_linears(module, _MLP):
             mlp = GatedMLP(path, module, by_path, manager)

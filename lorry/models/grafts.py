@@ -91,7 +91,10 @@ def find_router(module: nn.Module) -> Callable[[Tensor], tuple[Tensor, Tensor, T
 
 
 def graft_leaves(model: nn.Module, report: Callable[[str], None]) -> None:
-    """Replace the forward of every norm and router for which a kernel gives the same; `report` says what was left."""
+    """Replace the forward of every norm and router for which a kernel gives the same; `report` says what was left.
+
+    LoRA is attached to routers afterwards: it is added to the product within their forward.
+    """
     left: dict[str, int] = {}
     for path, module in model.named_modules():
         name = type(module).__name__
@@ -107,6 +110,4 @@ def graft_leaves(model: nn.Module, report: Callable[[str], None]) -> None:
             else:
                 left[name] = left.get(name, 0) + 1
     for name, count in left.items():
-        report(
-            f"{count} modules {name} are no norm or router that a kernel is known for: they run as they are, slower"
-        )
+        report(f"{count} {name}: no kernel is known for them, so they run as transformers wrote them, slower")
