@@ -15,14 +15,21 @@ from lorry.lora.batch import LoRABatchInfo, RequestRouting
 from lorry.lora.experts.base import ExpertsLayer, make_experts_backend
 from lorry.lora.weights import AdapterWeights
 from lorry.models.hooks import ExpertsHook
-from lorry.models.sites import Site, find_experts
+from lorry.models.sites import Site, SiteKind, find_experts
 from lorry.types import BASE_SLOT
 
 if TYPE_CHECKING:
     from lorry.kernels.dense_fused import GroupLoRA
 
-Variant = Literal["base", "dense", "all"]
-"""Which LoRA a captured step launches: none, that of all sites but experts, that of all sites."""
+Variant = Literal["base", "linear", "experts", "all"]
+"""Which LoRA a captured step launches: none, that of linear layers, that of experts too, that of routers too."""
+
+_LAUNCHED: dict[Variant, frozenset[SiteKind]] = {
+    "base": frozenset(),
+    "linear": frozenset(("linear",)),
+    "experts": frozenset(("linear", "experts")),
+    "all": frozenset(("linear", "experts", "router")),
+}
 
 
 class LoRAManager:
@@ -46,7 +53,7 @@ class LoRAManager:
 
         def bound(layer: ExpertsLayer) -> ExpertsHook:
             def forward(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-                info = self.batch if self.variant == "all" else None
+                info = self.batch if "experts" in _LAUNCHED[self.variant] else None
                 return self.experts.forward(layer, hidden, top_k_index, top_k_weights, info)
 
             return forward
@@ -81,7 +88,8 @@ class LoRAManager:
         if self.arena is None or self.dense is None or not slots:
             self.batch, self.variant = None, "base"
         else:
-            self.variant = "all" if "experts" in self.arena.kinds(slots) else "dense"
+            kinds = self.arena.kinds(slots)
+            self.variant = next(variant for variant, launched in _LAUNCHED.items() if kinds <= launched)
             self.batch = self.dense.prepare_lora_batch(routing, num_padded_tokens)
 
     def init_cuda_graphs(self, max_batch_size: int) -> list[Variant]:
@@ -89,8 +97,8 @@ class LoRAManager:
         if self.arena is None or self.dense is None:
             return ["base"]
         self.dense.init_cuda_graph_batch_info(max_batch_size, max_batch_size)
-        has_experts = any(site.kind == "experts" for site in self.arena.sites)
-        return ["base", "dense", "all"] if has_experts else ["base", "dense"]
+        kinds = {site.kind for site in self.arena.sites}
+        return [variant for variant, launched in _LAUNCHED.items() if launched <= kinds]
 
     def prepare_capture(self, num_tokens: int, variant: Variant) -> None:
         """Set up the capture of a step of `num_tokens` rows, all of them padding.
@@ -110,7 +118,9 @@ class LoRAManager:
         """Whether any adapter of this step has weights at any of the sites."""
         if self.batch is None or self.arena is None:
             return False
-        return self._capturing or any(self.arena.touches(site, self.batch.slots) for site in sites)
+        if self._capturing:
+            return any(self.arena.sites[site].kind in _LAUNCHED[self.variant] for site in sites)
+        return any(self.arena.touches(site, self.batch.slots) for site in sites)
 
     def add_lora(self, y: Tensor, x: Tensor, *sites: int) -> None:
         """Add this step's LoRA of one to three sites that read the same x, in place.

@@ -35,6 +35,7 @@ def grafted_layers(said: list[str]) -> int:
     return int(line.split()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_grafted_models_equal_peft(family: str, tmp_path: Path):
     factory = partial(tiny_model, family, num_hidden_layers=2)
@@ -61,6 +62,7 @@ def test_grafted_models_equal_peft(family: str, tmp_path: Path):
         torch.testing.assert_close(ours[i], expected, atol=TOLERANCE, rtol=0, msg=lambda m, i=i: f"prompt {i}: {m}")
 
 
+@pytest.mark.slow
 def test_every_norm_and_router_of_the_families_is_known():
     """Except DeepSeek's router, which scores with a sigmoid and a correction."""
     for family in FAMILIES:
