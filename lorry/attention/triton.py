@@ -37,12 +37,17 @@ class TritonAttention:
         """As `plan`, for a step of decodes whose description is on the device already."""
         self._decode = batch
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, params: AttentionParams) -> Tensor:
+    @property
+    def write_slots(self) -> Tensor:
+        return self._reference.write_slots if self._decode is None else self._decode.write_slots
+
+    def run(self, q: Tensor, k: Tensor | None, v: Tensor | None, kv: LayerKV, params: AttentionParams) -> Tensor:
         if self._decode is None:
             return self._reference.run(q, k, v, kv, params)
         step = self._decode
         num_rows = len(step.write_slots)
-        write_kv(k[:num_rows], v[:num_rows], kv.keys, kv.values, step.write_slots)
+        if k is not None and v is not None:
+            write_kv(k[:num_rows], v[:num_rows], kv.keys, kv.values, step.write_slots)
         out = paged_decode(
             q[:num_rows],
             kv.keys,

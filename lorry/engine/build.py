@@ -57,12 +57,22 @@ def build_around(
     sites = all_sites if config.enable_lora else ()
     arena = _make_arena(sites, loaded, config) if config.enable_lora else None
     lora = LoRAManager(arena, config.lora_backend, config.lora_use_virtual_experts, loaded.device)
+    attention = make_attention_backend(config.attention_backend, loaded.device)
+    grafts = attention.name == "triton" and not config.disable_grafts
+    if grafts:
+        from lorry.models.grafts import graft_leaves
+
+        graft_leaves(loaded.model, progress)
     lora.bind_experts(loaded.model, all_sites)
     attach_lora(loaded.model, sites, lora)
 
     num_pages, context = _size_kv(loaded, config)
-    attention = make_attention_backend(config.attention_backend, loaded.device)
-    bind_attention(loaded.model, attention, allocate_kv(loaded.kv_shapes, num_pages, loaded.dtype, loaded.device))
+    pool = allocate_kv(loaded.kv_shapes, num_pages, loaded.dtype, loaded.device)
+    bind_attention(loaded.model, attention, pool)
+    if grafts:
+        from lorry.lora.grafting import graft_layers
+
+        graft_layers(loaded.model, sites, lora, attention, pool, progress)
     runner = ModelRunner(loaded, attention, lora)
     scheduler = Scheduler(
         PagePool(num_pages, PAGE_SIZE, not config.disable_radix_cache),
