@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
 from lorry.attention.base import AttentionBackend, AttentionParams
-from lorry.kernels.dense_fused import Heads, Projected, add_and_norm, norm_rotate_write, project
+from lorry.kernels.dense_fused import Heads, Projected, add_and_norm, norm_rotate_write, project, shrink_after
 from lorry.kernels.leaves import rms_norm, silu_gate
 from lorry.kv.pool import LayerKV
 from lorry.lora.manager import LoRAManager
@@ -30,15 +30,18 @@ class Siblings:
         """`linears` and `sites` by path; without LoRA there are no sites."""
         self._manager = manager
         self._sites = tuple(sites[path].index for path in linears if path in sites)
-        self.weight = torch.cat([linear.weight.detach() for linear in linears.values()])
+        modules = list(linears.values())
+        self.weight = torch.cat([module.weight.detach() for module in modules])
+        biases = [module.bias.detach() for module in modules if module.bias is not None]
+        self.bias = torch.cat(biases) if biases else None
         first = 0
-        for linear in linears.values():
-            linear.weight.data = self.weight[first : first + linear.out_features]
-            first += linear.out_features
+        for module in modules:
+            module.weight.data = self.weight[first : first + module.out_features]
+            first += module.out_features
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, sum of out], LoRA included."""
-        y = x @ self.weight.T
+        y = linear(x, self.weight, self.bias)
         if self._manager.applies_to(*self._sites):
             self._manager.add_lora(y, x, *self._sites)
         return y
@@ -48,6 +51,8 @@ class Siblings:
         lora = self._manager.group_lora(*self._sites)
         if lora is None and self._manager.applies_to(*self._sites):
             return Projected(self(x)[None], None), None
+        if self.bias is not None:
+            return shrink_after(x, linear(x, self.weight, self.bias), lora), lora
         return project(x, self.weight, lora), lora
 
 
@@ -85,6 +90,23 @@ class NormInput:
         return rms_norm(hidden[0], self.norm.weight, self.norm.eps)
 
 
+class Angles:
+    """Cosines and sines of a step as the kernels take them; made once for all layers of a step."""
+
+    def __init__(self) -> None:
+        self._given: tuple[Tensor, Tensor] | None = None
+        self._full: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, given: tuple[Tensor, Tensor], width: int) -> tuple[Tensor, Tensor]:
+        """[1, T, width], or [1, T, width / 2] where both halves are alike (gpt-oss) -> [T, width]."""
+        if given[0].shape[-1] == width:
+            return given[0][0], given[1][0]
+        if self._full is None or self._given is None or self._given[0] is not given[0]:
+            cos, sin = (torch.cat([angle[0], angle[0]], dim=-1) for angle in given)
+            self._given, self._full = given, (cos, sin)
+        return self._full
+
+
 class GatedMLP:
     """down(silu(gate(x)) * up(x)) in two products."""
 
@@ -111,6 +133,7 @@ class Block:
         attention: AttentionBackend,
         kv: LayerKV,
         params: AttentionParams,
+        angles: Angles,
     ) -> None:
         """`following` is the input of the norm that comes after the layer, None where that is another's business."""
         own = layer.self_attn
@@ -128,16 +151,16 @@ class Block:
         self._width = kv.keys.shape[2]
         self._num_kv = kv.keys.shape[1]
         self._num_q = own.q_proj.out_features // self._width
-        self._attention, self._kv, self._params = attention, kv, params
+        self._attention, self._kv, self._params, self._angles = attention, kv, params, angles
         self.input = NormInput(Norm.of(layer.input_layernorm))
         self.following: NormInput | None = None
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """hidden_states [1, T, H], overwritten, and `position_embeddings` (cos, sin) [1, T, D] -> [1, T, H]."""
         residual = hidden_states[0]
-        cos, sin = kwargs["position_embeddings"]
+        cos, sin = self._angles(kwargs["position_embeddings"], self._width)
         projected, lora = self._qkv.project(self.input.take(hidden_states))
-        heads = Heads(self._num_q, self._num_kv, self._q_norm, self._k_norm, self._head_eps, cos[0], sin[0])
+        heads = Heads(self._num_q, self._num_kv, self._q_norm, self._k_norm, self._head_eps, cos, sin)
         num_rows = residual.shape[0]
         slots = self._attention.write_slots
         if len(slots) < num_rows:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lorry.attention.base import AttentionBackend, AttentionBatch, AttentionParams
 from lorry.config import PAGE_SIZE
 from lorry.kv.pool import LayerKV
-from lorry.lora.block import Block, GatedMLP, Norm, NormInput
+from lorry.lora.block import Angles, Block, GatedMLP, Norm, NormInput
 from lorry.lora.manager import LoRAManager
 from lorry.models.grafts import NUM_SAMPLES, is_rms_norm
 from lorry.models.sites import Site
@@ -20,6 +20,7 @@ from lorry.models.sites import Site
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
+_OUT = {"o_proj", "down_proj"}
 _ROWS_THAT_AGREE = 0.75
 """Of the rows of a layer's proof: in 16-bit types rounding may send a row to another expert."""
 
@@ -47,7 +48,7 @@ def graft_layers(
     """
     by_path = {site.module: site for site in sites if site.kind == "linear"}
     for path, module in model.named_modules():
-        if _has_plain_linears(module, _MLP):
+        if _has_linears(module, _MLP):
             mlp = GatedMLP(path, module, by_path, manager)
             x = torch.randn(NUM_SAMPLES, module.gate_proj.in_features, device=model.device, dtype=model.dtype)
             if _share_that_agrees(mlp.forward(x), module.forward(x)) == 1:
@@ -55,12 +56,12 @@ def graft_layers(
     layers = {path: module for path, module in model.named_modules() if hasattr(module, "self_attn")}
     _plan(attention, model.device)
     seen = _watch(model, layers)
-    blocks = {}
+    blocks, angles = {}, Angles()
     for path, layer in layers.items():
         kv = pool.get(f"{path}.self_attn")
         if kv is None or path not in seen or not _is_plain(layer, kv, seen[path]):
             continue
-        block = Block(path, layer, by_path, manager, attention, kv, seen[path].params)
+        block = Block(path, layer, by_path, manager, attention, kv, seen[path].params, angles)
         if _proves(block, layer, seen[path].kwargs):
             blocks[path] = block
     _chain(model, layers, blocks)
@@ -72,9 +73,11 @@ def _rest(layers: Mapping[str, nn.Module], blocks: Mapping[str, Block]) -> str:
     return f"; {', '.join(kinds)} are not of the plain form and run as they are, slower" if kinds else ""
 
 
-def _has_plain_linears(module: nn.Module, names: set[str]) -> bool:
-    children = [getattr(module, name, None) for name in names]
-    return all(isinstance(child, nn.Linear) and child.bias is None for child in children)
+def _has_linears(module: nn.Module, names: set[str]) -> bool:
+    """Whether these children are linears; all that read the input must have a bias, or none."""
+    children = {name: getattr(module, name, None) for name in names}
+    with_bias = [getattr(child, "bias", None) is not None for name, child in children.items() if name not in _OUT]
+    return all(isinstance(child, nn.Linear) for child in children.values()) and len(set(with_bias)) == 1
 
 
 def _is_plain(layer: Any, kv: LayerKV, seen: _Seen) -> bool:
@@ -87,14 +90,14 @@ def _is_plain(layer: Any, kv: LayerKV, seen: _Seen) -> bool:
     return (
         {name for name, _ in layer.named_children()} == _LAYER
         and {name for name, _ in own.named_children()} - {"q_norm", "k_norm"} == _ATTENTION
-        and _has_plain_linears(own, _ATTENTION)
+        and _has_linears(own, _ATTENTION)
         and all(is_rms_norm(norm) for norm in (*norms, *head_norms))
         and [norm.weight.shape[0] for norm in head_norms] in ([], [width, width])
         and kv.values.shape[2] == width
         and width % 2 == 0
         and (width // 2).bit_count() == 1
         and isinstance(angles, tuple)
-        and all(angle.shape == (1, NUM_SAMPLES, width) for angle in angles)
+        and all(angle.shape in ((1, NUM_SAMPLES, width), (1, NUM_SAMPLES, width // 2)) for angle in angles)
     )
 
 

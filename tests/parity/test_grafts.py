@@ -18,7 +18,7 @@ from tests.models import FAMILIES, MOE_FAMILIES, random_tokens, tiny_model
 
 TOLERANCE = 3e-5
 ATTENTION = {"deepseek_v3": ["q_a_proj", "kv_b_proj", "o_proj"]}
-PLAIN = {"llama", "qwen3", "qwen3_moe", "mixtral"}
+PLAIN = {"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss"}
 
 
 def grafted(model: Any, lora_backend: str = "csgmv") -> tuple[Parts, list[str]]:
