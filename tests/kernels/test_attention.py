@@ -48,6 +48,14 @@ def test_a_step_equals_explicit_attention(feature: str, step: str):
     assert torch.equal(world.kv.values.nan_to_num(99), pool.values.nan_to_num(99))
 
 
+@pytest.mark.parametrize("feature", ["grouped", "MLA", "window", "all"])
+def test_tiles_of_half_precision(feature: str):
+    """Float16, since Triton's interpreter cannot multiply bfloat16; both have the same tiles."""
+    world = World(FEATURES[feature], STEPS["mixed"], torch.float16, padding=1)
+    expected, _ = world.reference()
+    torch.testing.assert_close(world.run(TritonAttention())[:-1].float(), expected, atol=3e-3, rtol=0)
+
+
 @pytest.mark.parametrize("feature", ["grouped", "MLA", "all"])
 def test_the_torch_backend_equals_explicit_attention(feature: str):
     world = World(FEATURES[feature], STEPS["mixed"])
