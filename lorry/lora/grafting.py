@@ -22,8 +22,8 @@ _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 _OUT = {"o_proj", "down_proj"}
 _ROWS_THAT_AGREE = 0.5
-"""Of the rows of a layer's proof: in 16-bit types rounding may send a row to another expert. Other arithmetic shows in
-every row."""
+"""Of the rows of a layer's proof: in 16-bit types rounding may send a row to another expert. Other arithmetic shows
+in every row."""
 
 
 @dataclass
