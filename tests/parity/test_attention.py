@@ -9,6 +9,7 @@ from tests.models import random_tokens, tiny_model
 DEVICE, TOLERANCE = ("cuda", 2e-4) if torch.cuda.is_available() else ("cpu", 2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
 def test_triton_attention_in_packed_steps_equals_transformers(family: str):
     """Decodes, whole prefills and chunks side by side; gpt-oss brings windows and sinks, DeepSeek narrow values."""
