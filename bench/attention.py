@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels_dense import BYTES_PER_US, commit, times
+from bench.timing import ceilings, git_commit, times
 from lorry.attention.base import AttentionBatch, AttentionParams
 from lorry.attention.triton import TritonAttention, upload_step
 from lorry.config import PAGE_SIZE
@@ -166,9 +166,17 @@ class Result:
 
 
 def report(op: str, shape: str, name: str, backend: str, case: Case, us: Sequence[float], out: Path | None) -> None:
-    floor = case.context_bytes / BYTES_PER_US
+    floor = case.context_bytes / ceilings().bytes_per_us
     result = Result(
-        op, shape, name, backend, *us, case.flops / us[1] / 1e6, us[1] / floor, commit(), torch.cuda.get_device_name()
+        op,
+        shape,
+        name,
+        backend,
+        *us,
+        case.flops / us[1] / 1e6,
+        us[1] / floor,
+        git_commit(),
+        torch.cuda.get_device_name(),
     )
     print(
         f"{op:8s} {shape:14s} {name:24s} {backend:26s} {us[1]:9.1f} us ({us[0]:.1f}..{us[2]:.1f})  "
