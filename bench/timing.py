@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,7 @@ def times(
     return Captured(step, num_layers, rounds).times(replays)
 
 
+@cache
 def ceilings() -> Ceilings:
     """Measured here and now: 1 GiB read and written by one kernel, and the fastest of some bfloat16 products."""
     source = torch.ones(2**28, device="cuda")
