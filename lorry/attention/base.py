@@ -61,9 +61,15 @@ class AttentionBackend(Protocol):
         """Prepare for the layers of one step. Holds until the next call."""
         ...
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, params: AttentionParams) -> Tensor:
-        """Write k, v to the pool, then attend. q [T, H, key_dim], k [T, Hkv, key_dim], v [T, Hkv, value_dim].
+    @property
+    def write_slots(self) -> Tensor:
+        """Pool rows (-1: none) of the rows of the plan; on the device."""
+        ...
 
+    def run(self, q: Tensor, k: Tensor | None, v: Tensor | None, kv: LayerKV, params: AttentionParams) -> Tensor:
+        """Write k, v to the pool (None: they are there), then attend.
+
+        q [T, H, key_dim], k [T, Hkv, key_dim], v [T, Hkv, value_dim].
         Rows behind those of the plan are padding: they are written nowhere and their result is arbitrary but finite.
         Returns [T, H, value_dim]. Row t of sequence i sees its context up to its own position, and with a
         `sliding_window` w only the last w of these.

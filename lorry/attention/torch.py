@@ -34,10 +34,15 @@ class TorchAttention:
         )
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, params: AttentionParams) -> Tensor:
+    @property
+    def write_slots(self) -> Tensor:
+        return self._batch.write_slots
+
+    def run(self, q: Tensor, k: Tensor | None, v: Tensor | None, kv: LayerKV, params: AttentionParams) -> Tensor:
         num_rows = len(self._batch.write_slots)
-        kv.keys[self._batch.write_slots] = k[:num_rows]
-        kv.values[self._batch.write_slots] = v[:num_rows]
+        if k is not None and v is not None:
+            kv.keys[self._batch.write_slots] = k[:num_rows]
+            kv.values[self._batch.write_slots] = v[:num_rows]
         attend = _attend_explicitly if params.sinks is not None or params.softcap else _attend
         queries = q[:num_rows].split_with_sizes(self._batch.query_lens)
         keys = kv.keys[self._context_slots].split_with_sizes(self._batch.context_lens)
@@ -47,7 +52,7 @@ class TorchAttention:
             mask = self._mask(i, params.sliding_window)
             with one_thread() if len(query) * len(keys[i]) < _SHARED_WORK else nullcontext():
                 out.append(attend(query, keys[i], values[i], mask, params))
-        return torch.cat([*out, v.new_zeros(q.shape[0] - num_rows, q.shape[1], v.shape[2])])
+        return torch.cat([*out, q.new_zeros(q.shape[0] - num_rows, q.shape[1], kv.values.shape[2])])
 
     def _mask(self, i: int, window: int | None) -> Tensor | None:
         """Boolean [rows, context] of what each row of sequence i may see; None when it sees all."""

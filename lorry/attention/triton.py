@@ -1,62 +1,144 @@
-"""Attention on CUDA: steps of decodes alone by the paged Triton kernel, steps with prefill by the reference."""
+"""Attention on CUDA by Triton: decodes, whole prefills and chunks of them in one step, straight from the pages."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lorry.attention.base import ATTENTION_BACKENDS, AttentionBatch, AttentionParams, DecodeBatch
-from lorry.attention.torch import TorchAttention
 from lorry.config import PAGE_SIZE
 from lorry.kernels.paged_attention import paged_decode, write_kv
+from lorry.kernels.prefill_attention import PrefillBatch, paged_prefill, prefill_tile, prefill_work
 from lorry.kv.pool import LayerKV
+
+IntArray = NDArray[np.int32]
+
+_ALIGN = 64
+"""Elements at whose multiples the parts of a packed copy start, so that kernels always find the same alignment."""
+
+Cut = tuple[int, int]
+"""How layers cut prefill into tiles: query heads to a KV head, rows of a tile."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the layers of a step read, on the device. `rows` [D] int32: the packed rows of `decodes` (None: all)."""
+
+    write_slots: Tensor
+    decodes: DecodeBatch | None
+    rows: Tensor | None
+    prefills: dict[Cut, PrefillBatch] | None
 
 
 class TritonAttention:
-    """A decode step needs nothing but its page table and lengths on the device, so it can be captured in a graph."""
+    """A step of decodes needs nothing but its page table and lengths on the device, so it can be captured in a graph.
+
+    Other steps are described by one copy from pinned memory: the sequences with one row go to the decode kernel, the
+    others to the prefill kernel. The host never waits for the device.
+    """
 
     name = "triton"
 
     def __init__(self) -> None:
-        self._reference = TorchAttention()
-        self._decode: DecodeBatch | None = None
+        self._batch: AttentionBatch | None = None
+        self._step: _Step | None = None
+        self._cuts: set[Cut] = set()  # those of the model's layers, known once each of them has seen a prefill
 
     def plan(self, batch: AttentionBatch) -> None:
-        if set(batch.query_lens) != {1}:
-            self._decode = None
-            self._reference.plan(batch)
-            return
-        device = batch.write_slots.device
-        table = torch.zeros(len(batch.pages), max(map(len, batch.pages)), dtype=torch.int32)
-        for i, pages in enumerate(batch.pages):
-            table[i, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        lens = torch.tensor(batch.context_lens, dtype=torch.int32)
-        self._decode = DecodeBatch(table.to(device), lens.to(device), batch.write_slots)
+        self._batch = batch
+        self._step = upload_step(batch, self._cuts)
 
     def plan_decode(self, batch: DecodeBatch) -> None:
         """As `plan`, for a step of decodes whose description is on the device already."""
-        self._decode = batch
+        self._batch = None
+        self._step = _Step(batch.write_slots, batch, None, None)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, params: AttentionParams) -> Tensor:
-        if self._decode is None:
-            return self._reference.run(q, k, v, kv, params)
-        step = self._decode
+    @property
+    def write_slots(self) -> Tensor:
+        assert self._step is not None, "plan comes first"
+        return self._step.write_slots
+
+    def run(self, q: Tensor, k: Tensor | None, v: Tensor | None, kv: LayerKV, params: AttentionParams) -> Tensor:
+        step = self._step
+        assert step is not None, "plan comes first"
         num_rows = len(step.write_slots)
-        write_kv(k[:num_rows], v[:num_rows], kv.keys, kv.values, step.write_slots)
-        out = paged_decode(
-            q[:num_rows],
-            kv.keys,
-            kv.values,
-            step.pages,
-            step.context_lens,
-            params.scale,
-            PAGE_SIZE,
-            params.sliding_window,
-            params.softcap,
-            params.sinks,
-        )
-        padding = q.shape[0] - num_rows
-        return torch.cat([out, out.new_zeros(padding, *out.shape[1:])]) if padding else out
+        if k is not None and v is not None:
+            write_kv(k[:num_rows], v[:num_rows], kv.keys, kv.values, step.write_slots)
+        out = q.new_empty(q.shape[0], q.shape[1], kv.values.shape[2])
+        if num_rows < len(out):
+            out[num_rows:].zero_()
+        options = (params.scale, PAGE_SIZE, params.sliding_window, params.softcap, params.sinks)
+        if step.decodes is not None:
+            table, lens = step.decodes.pages, step.decodes.context_lens
+            paged_decode(q, kv.keys, kv.values, table, lens, *options, rows=step.rows, out=out)
+        if step.prefills is not None:
+            tile = prefill_tile(kv.keys.shape[2], kv.values.shape[2], kv.keys.dtype, kv.keys.device)
+            prefill = self._prefill((q.shape[1] // kv.keys.shape[1], tile.rows), step.prefills)
+            paged_prefill(q, kv.keys, kv.values, prefill, out, *options, tile=tile)
+        return out
+
+    def _prefill(self, cut: Cut, known: dict[Cut, PrefillBatch]) -> PrefillBatch:
+        if cut not in known:
+            assert self._batch is not None
+            self._cuts.add(cut)
+            added = upload_step(self._batch, {cut}).prefills
+            assert added is not None
+            known |= added
+        return known[cut]
+
+
+def upload_step(batch: AttentionBatch, cuts: Collection[Cut]) -> _Step:
+    """Describe a step on the device: its decodes, and its prefills for each cut."""
+    query_lens = np.array(batch.query_lens, dtype=np.int32)
+    context_lens = np.array(batch.context_lens, dtype=np.int32)
+    first_rows = np.cumsum(query_lens) - query_lens
+    single = query_lens == 1
+    decodes, prefills = np.flatnonzero(single), np.flatnonzero(~single)
+    decode_pages = [batch.pages[i] for i in decodes]
+    prefill_pages = [batch.pages[i] for i in prefills]
+    page_counts = np.array([len(pages) for pages in prefill_pages], dtype=np.int32)
+    page_starts = np.cumsum(page_counts) - page_counts
+    query_lens, context, decode_lens = query_lens[prefills], context_lens[prefills], context_lens[decodes]
+    seqs = np.stack([first_rows[prefills], query_lens, context, page_starts], axis=1)
+    work = [prefill_work(query_lens, context, group, rows) for group, rows in cuts]
+    parts = [first_rows[decodes], decode_lens, _table(decode_pages), seqs, _flat(prefill_pages), *work]
+    rows, lens, table, seqs_on_device, pages, *tiles = _upload(parts, batch.write_slots.device)
+    return _Step(
+        batch.write_slots,
+        DecodeBatch(table, lens, batch.write_slots) if len(decodes) else None,
+        rows,
+        {cut: PrefillBatch(seqs_on_device, pages, tile, cut[1]) for cut, tile in zip(cuts, tiles, strict=True)}
+        if len(prefills)
+        else None,
+    )
+
+
+def _flat(pages: Sequence[tuple[int, ...]]) -> IntArray:
+    return np.fromiter(chain.from_iterable(pages), dtype=np.int32)
+
+
+def _table(pages: Sequence[tuple[int, ...]]) -> IntArray:
+    """[sequences, most pages]; what is behind the pages of a sequence is 0 and never read."""
+    counts = np.array([len(own) for own in pages], dtype=np.int32)
+    table = np.zeros((len(pages), counts.max(initial=1)), dtype=np.int32)
+    table[np.arange(table.shape[1]) < counts[:, None]] = _flat(pages)
+    return table
+
+
+def _upload(parts: Sequence[IntArray], device: torch.device) -> list[Tensor]:
+    """The arrays as int32 tensors on the device, by one copy that the host does not wait for."""
+    starts = np.cumsum([0] + [-(-part.size // _ALIGN) * _ALIGN for part in parts])
+    host = torch.zeros(int(starts[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
+    for part, start in zip(parts, starts, strict=False):
+        host.numpy()[start : start + part.size] = part.reshape(-1)
+    packed = host.to(device, non_blocking=True)
+    return [packed[start : start + part.size].view(part.shape) for part, start in zip(parts, starts, strict=False)]
 
 
 ATTENTION_BACKENDS["triton"] = TritonAttention

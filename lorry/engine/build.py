@@ -91,12 +91,21 @@ def build_around(
     lora = LoRAManager(arena, config.lora_backend, config.lora_use_virtual_experts, loaded.device)
     with budget.explained("arena of adapters"):
         dummies = _load_dummies(lora, sites, loaded, config, progress) if config.dummy_adapters else ()
+    attention = make_attention_backend(config.attention_backend, loaded.device)
+    grafts = attention.name == "triton" and not config.disable_grafts
+    if grafts:
+        from lorry.models.grafts import graft_leaves
+
+        graft_leaves(loaded.model, progress)
     lora.bind_experts(loaded.model, all_sites)
     attach_lora(loaded.model, sites, lora)
 
-    attention = make_attention_backend(config.attention_backend, loaded.device)
     pool = allocate_kv(loaded.kv_shapes, 1, loaded.dtype, loaded.device)  # grows when it is known what is left
     bind_attention(loaded.model, attention, pool)
+    if grafts:
+        from lorry.lora.grafting import graft_layers
+
+        graft_layers(loaded.model, sites, lora, attention, pool, progress)
     runner = ModelRunner(loaded, attention, lora)
     self_check(loaded.model, loaded.reference, _check_forward(loaded, runner))
     if loaded.device.type == "cuda":

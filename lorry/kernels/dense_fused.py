@@ -83,11 +83,13 @@ class Heads:
     sin: Tensor
 
 
-def choose_product(num_rows: int, out_features: int) -> ProductConfig:
-    """Tiles measured on an H200 at Qwen3-30B-A3B's attention shapes, with 8 adapters of rank 16."""
+def choose_product(num_rows: int, out_features: int, dtype: torch.dtype) -> ProductConfig:
+    """Tiles measured on an H200 at Qwen3-30B-A3B's attention shapes, with 8 adapters of rank 16; float32 small."""
     if INTERPRETED:
         return ProductConfig(16, 32, 32, 2, 4, 2, 32)
     block_m = min(128, max(16, 1 << (num_rows - 1).bit_length()))
+    if dtype == torch.float32:
+        return ProductConfig(min(block_m, 64), 64, 64, 4, 4, 2, 64)
     narrow = out_features <= NARROW
     if block_m > 32 and not narrow:
         return ProductConfig(block_m, 128, 64, 2, 8, 4, 64)
@@ -120,7 +122,7 @@ def product_and_shrink(
     out_features = weight.shape[0]
     assert x.stride(1) == 1
     assert weight.is_contiguous()
-    config = choose_product(num_rows, out_features) if config is None else config
+    config = choose_product(num_rows, out_features, x.dtype) if config is None else config
     parts = torch.empty((config.splits, num_rows, out_features), dtype=torch.float32, device=x.device)
     h, num_shrink = None, 0
     if lora is not None:
@@ -169,7 +171,8 @@ def norm_rotate_write(
     parts [P, T, (num_q + 2 num_kv) * D]: q, k, v one after the other, D / 2 a power of two, P 1 above
     `MAX_ROWS_BY_ROW` rows. `lora` and h are None
     together, or those of the projection, with sites q, k, v. keys, values [rows, num_kv, D] are written in place, at
-    `write_slots` [T] int64 only, which must differ for all rows. Returns q [T, num_q * D], new, of the keys' dtype.
+    `write_slots` [T] (integer, -1: nowhere) only, which must differ for all rows. Returns q [T, num_q * D], new, of
+    the keys' dtype.
     Norm and rotary are transformers': float32 within, rounded after the norm and after its weight. Rows of slot -1
     get no LoRA. Deterministic; safe under graph capture.
     """

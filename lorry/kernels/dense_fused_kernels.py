@@ -120,7 +120,9 @@ def store_head(
     ok = row_ok[:, None]
     c = tl.arange(0, HALF)[None, :]
     wide_row = row.to(tl.int64)[:, None]
-    pool_row = tl.load(write_slots_ptr + row, mask=row_ok, other=0)[:, None] * (KV_HEADS * WIDTH)
+    slot = tl.load(write_slots_ptr + row, mask=row_ok, other=-1).to(tl.int64)[:, None]
+    pool_row = slot * (KV_HEADS * WIDTH)
+    write = ok & (slot >= 0)
     if head >= Q_HEADS + KV_HEADS:
         target = values_ptr + pool_row + (head - Q_HEADS - KV_HEADS) * WIDTH + c
     else:
@@ -128,11 +130,12 @@ def store_head(
         target = keys_ptr + pool_row + (head - Q_HEADS) * WIDTH + c
         if head < Q_HEADS:
             norm_ptr = q_norm_ptr
+            write = ok
             target = q_ptr + wide_row * (Q_HEADS * WIDTH) + head * WIDTH + c
         angle = wide_row * WIDTH + c
         a, b = norm_and_rotate(a, b, ok, norm_ptr, cos_ptr + angle, sin_ptr + angle, eps, dtype, NORM, HALF)
-    tl.store(target, a.to(dtype), mask=ok)
-    tl.store(target + HALF, b.to(dtype), mask=ok)
+    tl.store(target, a.to(dtype), mask=write)
+    tl.store(target + HALF, b.to(dtype), mask=write)
 
 
 @triton.jit(do_not_specialize=["site0", "site1", "site2", "num_slots"])

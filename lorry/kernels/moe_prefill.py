@@ -56,7 +56,7 @@ def _weight_block(w_desc, expert, n, k, K: tl.constexpr, COLUMNS: tl.constexpr, 
 
 @triton.jit
 def _prefill_tile(
-    index, num_tiles, x_desc, w_desc, bias_ptr, out_ptr, slots_ptr, tile_expert_ptr, tile_start_ptr, tile_end_ptr,
+    index, num_tiles, x_desc, w_desc, bias_ptr, out_ptr, tile_expert_ptr, tile_start_ptr, tile_end_ptr,
     h_ptr, plan, max_rank, h_stride, alpha, beta, limit, K: tl.constexpr, N: tl.constexpr,
     GATED: tl.constexpr, TRANSPOSED: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, LORA: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -132,7 +132,7 @@ def _prefill_tile(
 
 @triton.jit(do_not_specialize=["num_pairs", "max_rank", "h_stride"])
 def _prefill_kernel(
-    x_desc, w_desc, bias_ptr, out_ptr, slots_ptr, tile_expert_ptr, tile_start_ptr, tile_end_ptr, counts_ptr, h_ptr,
+    x_desc, w_desc, bias_ptr, out_ptr, tile_expert_ptr, tile_start_ptr, tile_end_ptr, counts_ptr, h_ptr,
     data_ptr, plan_rank_ptr, plan_b_ptr, num_pairs, pairs_ptr, run_end_ptr, max_rank, h_stride, alpha, beta, limit,
     K: tl.constexpr, N: tl.constexpr, GATED: tl.constexpr, TRANSPOSED: tl.constexpr, KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr, LORA: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -145,12 +145,12 @@ def _prefill_kernel(
     stop = num_tiles * ((N + BLOCK_N - 1) // BLOCK_N)
     if PERSISTENT > 0:
         for index in tl.range(tl.program_id(0), stop, PROGRAMS, flatten=PERSISTENT == 2):
-            _prefill_tile(index, num_tiles, x_desc, w_desc, bias_ptr, out_ptr, slots_ptr, tile_expert_ptr,
+            _prefill_tile(index, num_tiles, x_desc, w_desc, bias_ptr, out_ptr, tile_expert_ptr,
                           tile_start_ptr, tile_end_ptr, h_ptr, plan, max_rank, h_stride, alpha,
                           beta, limit, K, N, GATED, TRANSPOSED, KIND, HAS_BIAS, LORA, UNIT, BLOCK_M, BLOCK_N,
                           BLOCK_K, BLOCK_R, PRECISION)  # fmt: skip
     elif tl.program_id(0) < stop:
-        _prefill_tile(tl.program_id(0), num_tiles, x_desc, w_desc, bias_ptr, out_ptr, slots_ptr, tile_expert_ptr,
+        _prefill_tile(tl.program_id(0), num_tiles, x_desc, w_desc, bias_ptr, out_ptr, tile_expert_ptr,
                       tile_start_ptr, tile_end_ptr, h_ptr, plan, max_rank, h_stride, alpha, beta,
                       limit, K, N, GATED, TRANSPOSED, KIND, HAS_BIAS, LORA, UNIT, BLOCK_M, BLOCK_N, BLOCK_K,
                       BLOCK_R, PRECISION)  # fmt: skip
@@ -199,7 +199,6 @@ def prefill_product(
         w_desc,
         weight if projection.bias is None else projection.bias,
         out,
-        order.slots,
         order.tile_expert,
         order.tile_start,
         order.tile_end,
@@ -248,7 +247,10 @@ def fits_prefill(x: Tensor, weights: ExpertsWeights, num_pairs: int) -> PrefillP
         aligned = weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.shape[2] % 8 == 0
         if not aligned or projection.in_features % 64:
             return None
-    return PrefillPlan(num_programs=torch.cuda.get_device_properties(x.device).multi_processor_count)
+    programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    if num_pairs < 256 * weights.num_experts:
+        return PrefillPlan(num_programs=programs, group_m=32, shrink_k=128, shrink_stages=3)
+    return PrefillPlan(num_programs=programs)
 
 
 def prefill_experts(

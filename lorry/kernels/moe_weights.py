@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -93,16 +93,14 @@ class Tile:
 @dataclass(frozen=True)
 class PrefillTile:
     """`block_n` columns of W (gate and up together); `persistent` 0: one program a tile, 1: one program an SM that
-    walks the tiles, 2: the same with both loops flattened (base tiles only); `ahead` as in `Tile`."""
+    walks the tiles, 2: the same with both loops flattened (base tiles only)."""
 
     block_m: int = 128
     block_n: int = 256
     block_k: int = 64
     num_warps: int = 8
     num_stages: int = 3
-    persistent: int = 1
-    ahead: bool = True
-    group_slots: int = 1
+    persistent: int = 2
 
 
 @dataclass(frozen=True)
@@ -111,9 +109,9 @@ class PrefillPlan:
     `shrink_k`."""
 
     first: PrefillTile = PrefillTile()
-    second: PrefillTile = PrefillTile(persistent=2)
-    first_lora: PrefillTile = PrefillTile()
-    second_lora: PrefillTile = PrefillTile()
+    second: PrefillTile = PrefillTile()
+    first_lora: PrefillTile = PrefillTile(persistent=0)
+    second_lora: PrefillTile = PrefillTile(persistent=0)
     group_m: int = 64
     shrink_k: int = 64
     shrink_warps: int = 4
@@ -127,21 +125,18 @@ def choose_tile(x: Tensor, weights: ExpertsWeights, num_pairs: int) -> tuple[Til
         small = Tile(16, 32, 32, 4, 2)
         return small, small
     per_expert = num_pairs / weights.num_experts
+    pair = {"ahead": True, "shrink_by_pair": True}
     if num_pairs <= 16:
-        return Tile(16, 32, 128, 4, 4, pdl=True, shrink_by_pair=True), _decode_second(True)
-    if per_expert <= 3:
-        return Tile(16, 64, 128, 4, 3, swap=True, pdl=True, shrink_by_pair=True), _decode_second(False)
-    if per_expert <= 12:
-        return (
-            Tile(16, 64, 128, 4, 3, swap=True, group_slots=4, pdl=True, shrink_by_pair=True),
-            Tile(16, 128, 128, 4, 3, group_slots=4, shrink_by_pair=True),
+        return Tile(16, 64, 64, 4, 6, swap=True, pdl=True, **pair), Tile(
+            16, 64, 128, 4, 4, swap=True, pdl=True, **pair
         )
+    first = Tile(16, 64, 64, 4, 5, swap=True, group_slots=4, **pair)
+    if per_expert < 1:
+        return replace(first, group_slots=1, pdl=True), Tile(16, 64, 128, 4, 4, group_slots=2, pdl=True, **pair)
+    if per_expert <= 3:
+        return replace(first, pdl=True), Tile(16, 128, 128, 4, 3, group_slots=2, pdl=True, **pair)
+    if per_expert <= 12:
+        return first, Tile(16, 128, 128, 4, 3, group_slots=4, **pair)
     if per_expert <= 48:
-        return Tile(32, 64, 64, 4, 4, group_slots=2), Tile(32, 128, 64, 4, 4, group_slots=2)
+        return Tile(32, 64, 64, 4, 4, ahead=True, group_slots=2), Tile(32, 128, 64, 4, 4, ahead=True, group_slots=2)
     return Tile(64, 128, 64, 8, 3), Tile(64, 128, 64, 4, 4)
-
-
-def _decode_second(single: bool) -> Tile:
-    if single:
-        return Tile(16, 64, 128, 4, 4, swap=True, pdl=True, shrink_by_pair=True)
-    return Tile(16, 128, 128, 4, 3, pdl=True, shrink_by_pair=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,21 @@ from lorry.lora.batch import LoRABatchInfo, RequestRouting
 from lorry.lora.experts.base import ExpertsLayer, make_experts_backend
 from lorry.lora.weights import AdapterWeights
 from lorry.models.hooks import ExpertsHook
-from lorry.models.sites import Site, find_experts
+from lorry.models.sites import Site, SiteKind, find_experts
 from lorry.types import BASE_SLOT
 
-Variant = Literal["base", "dense", "all"]
-"""Which LoRA a captured step launches: none, that of all sites but experts, that of all sites."""
+if TYPE_CHECKING:
+    from lorry.kernels.dense_fused import GroupLoRA
+
+Variant = Literal["base", "linear", "experts", "all"]
+"""Which LoRA a captured step launches: none, that of linear layers, that of experts too, that of routers too."""
+
+_LAUNCHED: dict[Variant, frozenset[SiteKind]] = {
+    "base": frozenset(),
+    "linear": frozenset(("linear",)),
+    "experts": frozenset(("linear", "experts")),
+    "all": frozenset(("linear", "experts", "router")),
+}
 
 
 class LoRAManager:
@@ -43,7 +53,7 @@ class LoRAManager:
 
         def bound(layer: ExpertsLayer) -> ExpertsHook:
             def forward(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-                info = self.batch if self.variant == "all" else None
+                info = self.batch if "experts" in _LAUNCHED[self.variant] else None
                 return self.experts.forward(layer, hidden, top_k_index, top_k_weights, info)
 
             return forward
@@ -78,7 +88,8 @@ class LoRAManager:
         if self.arena is None or self.dense is None or not slots:
             self.batch, self.variant = None, "base"
         else:
-            self.variant = "all" if "experts" in self.arena.kinds(slots) else "dense"
+            kinds = self.arena.kinds(slots)
+            self.variant = next(variant for variant, launched in _LAUNCHED.items() if kinds <= launched)
             self.batch = self.dense.prepare_lora_batch(routing, num_padded_tokens)
 
     def init_cuda_graphs(self, max_batch_size: int) -> list[Variant]:
@@ -86,8 +97,8 @@ class LoRAManager:
         if self.arena is None or self.dense is None:
             return ["base"]
         self.dense.init_cuda_graph_batch_info(max_batch_size, max_batch_size)
-        has_experts = any(site.kind == "experts" for site in self.arena.sites)
-        return ["base", "dense", "all"] if has_experts else ["base", "dense"]
+        kinds = {site.kind for site in self.arena.sites}
+        return [variant for variant, launched in _LAUNCHED.items() if launched <= kinds]
 
     def prepare_capture(self, num_tokens: int, variant: Variant) -> None:
         """Set up the capture of a step of `num_tokens` rows, all of them padding.
@@ -103,14 +114,26 @@ class LoRAManager:
         self._capturing, self.variant = False, "base"
         self.batch = None
 
-    def applies_to(self, site: int) -> bool:
-        """Whether any adapter of this step has weights at the site."""
+    def applies_to(self, *sites: int) -> bool:
+        """Whether any adapter of this step has weights at any of the sites."""
         if self.batch is None or self.arena is None:
             return False
-        return self._capturing or self.arena.touches(site, self.batch.slots)
+        if self._capturing:
+            return any(self.arena.sites[site].kind in _LAUNCHED[self.variant] for site in sites)
+        return any(self.arena.touches(site, self.batch.slots) for site in sites)
 
-    def add_lora(self, y: Tensor, x: Tensor, site: int) -> None:
-        """Add this step's LoRA of a site in place: y [..., out], x [..., in], with one row for each token."""
+    def add_lora(self, y: Tensor, x: Tensor, *sites: int) -> None:
+        """Add this step's LoRA of one to three sites that read the same x, in place.
+
+        x [..., in], y [..., sum of the sites' out], with one row for each token.
+        """
         assert self.batch is not None
         assert self.dense is not None
-        self.dense.add_lora(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), (site,), self.batch)
+        self.dense.add_lora(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), sites, self.batch)
+
+    def group_lora(self, *sites: int) -> GroupLoRA | None:
+        """What fused kernels need to add this step's LoRA of the sites; None where there is nothing to add, or where
+        the dense backend has no such kernels and `add_lora` must do it."""
+        if self.dense is None or self.batch is None or not self.applies_to(*sites):
+            return None
+        return self.dense.group_lora(sites, self.batch)

@@ -33,6 +33,7 @@ from lorry.kernels.moe_weights import Activation, ExpertsWeights, PrefillPlan, P
 from lorry.lora.batch import RequestRouting
 from lorry.lora.experts.activation import find_activation
 from lorry.lora.experts.base import choose_experts_backend, make_experts_backend
+from lorry.lora.experts.triton import _describe
 from lorry.types import BASE_SLOT
 
 __all__ = ["_poison"]
@@ -176,6 +177,20 @@ def test_p14_a_layer_that_no_adapter_touches_launches_no_lora(name: str, monkeyp
     assert torch.equal(y, backend.forward(world.layer, *rows, None))
 
 
+@pytest.mark.parametrize("group_slots", [1, 2, 4])
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("layout", ["plain", "gpt_oss"])
+def test_tiles(layout: str, swap: bool, group_slots: int):
+    """Every way in which a tile may go about it, with more slots in a tile than are expanded at once."""
+    world = make_world(Shape(32, 32, experts=2, layout=layout), [3, 18, 5])
+    rows = world.rows(5)
+    info = info_of(RequestRouting((1,) * 5, (0, -1, 1, 2, 1)))
+    lora = LoRASites(tables_of(world), info.token_slots, (0, 1), 2, 18)
+    tile = Tile(16, 16, 32, 4, 2, swap=swap, ahead=swap, group_slots=group_slots, shrink_by_pair=group_slots < 4)
+    y = fused_experts(*rows, _describe(world.layer).weights, lora, (tile, tile))
+    assert_close(y, exact(world, rows, info), torch.float32)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("routed", [False, True])
 def test_the_add_serves_any_implementation(interleaved: bool, routed: bool):
@@ -206,14 +221,12 @@ def test_the_add_serves_any_implementation(interleaved: bool, routed: bool):
 @pytest.mark.parametrize("persistent", [0, 1])
 def test_prefill_plan(layout: str, persistent: int):
     """The plan for thousands of rows, small: sorted buffer, TMA descriptors, tiles with and without adapters."""
-    from lorry.lora.experts.triton import _describe
-
     dtype = torch.float16 if CUDA else torch.float32
     world = make_world(Shape(64, 32, layout=layout, dtype=dtype), [3, 18])
     rows = world.rows(24)
     rows[1][5, 0] = -1
     tile = PrefillTile(16 if not CUDA else 64, 32 if not CUDA else 64, 32, 4, 2, persistent)
-    plan = PrefillPlan(tile, tile, tile, replace(tile, ahead=False, group_slots=2), group_m=16, num_programs=3)
+    plan = PrefillPlan(tile, tile, tile, tile, group_m=16, num_programs=3)
     info = info_of(RequestRouting((10, 2, 12), (1, -1, 0)))
     sites = (0,) if layout.startswith("ungated") else (0, 1)
     lora = LoRASites(tables_of(world), info.token_slots, sites, sites[-1] + 1, 18)

@@ -57,7 +57,7 @@ def test_decode_equals_the_reference(lens, heads, kv_heads, key_dim, value_dim, 
     context = torch.tensor([*lens, 0], dtype=torch.int32, device=DEVICE)
     sink = params.sinks
     ours = paged_decode(padded[0], kv.keys, kv.values, table, context, 0.3, PAGE_SIZE, window, softcap, sink)
-    tolerance = 2e-5 if DEVICE.type == "cpu" else 5e-3  # tensor cores round float32 operands to TF32
+    tolerance = 2e-5 if DEVICE.type == "cpu" else 1e-4
     torch.testing.assert_close(ours[:-1], expected, atol=tolerance, rtol=0)
     assert not kv.keys.isnan().any()
     assert not kv.values.isnan().any()

@@ -172,11 +172,11 @@ def test_p14_adapters_without_experts_launch_no_lora_on_experts(
 
     monkeypatch.setattr(parts.lora.experts, "forward", record)
     assert_equals_oracle(parts, [slots[1], BASE_SLOT, slots[1]], [plain, None, plain], 1)
-    assert parts.lora.variant == "dense"
+    assert parts.lora.variant == "linear"
     assert seen
     assert set(seen) == {None}
     assert_equals_oracle(parts, [slots[1], slots[0], BASE_SLOT], [plain, adapters[0], None], 2)
-    assert parts.lora.variant == "all"
+    assert parts.lora.variant == "experts"
     assert None not in seen[-1:]
 
 

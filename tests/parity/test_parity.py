@@ -21,6 +21,7 @@ from tests.models import FAMILIES, MOE_FAMILIES, random_tokens, tiny_model
 
 TOLERANCE = 2e-5
 ATTENTION = {"deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}
+KERNELS = ("merged", "fused")
 DENSE_MLP = ["gate_proj", "up_proj", "down_proj"]
 
 
@@ -85,7 +86,7 @@ def test_old_per_expert_adapters_equal_merged_weights(family: str, tmp_path: Pat
     )
 
 
-@pytest.mark.parametrize("experts", ["torch", "virtual", "merged", "fused"])
+@pytest.mark.parametrize("experts", ["torch", "virtual", *(pytest.param(x, marks=pytest.mark.slow) for x in KERNELS)])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_m18_factors_shared_by_all_experts_equal_merged_weights(
     family: str, experts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch import Tensor
 from lorry.errors import ConfigError
 from lorry.lora.arena import Arena
 from lorry.lora.batch import LoRABatchInfo, RequestRouting
+
+if TYPE_CHECKING:
+    from lorry.kernels.dense_fused import GroupLoRA
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +50,10 @@ class DenseBackend(Protocol):
 
         x [T, in]; y [T, sum of the sites' out], their columns one after another; rows may be strided.
         """
+        ...
+
+    def group_lora(self, sites: tuple[int, ...], info: LoRABatchInfo) -> GroupLoRA | None:
+        """LoRA of the sites for `kernels.dense_fused`, or None where the backend does not work by segments."""
         ...
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lorry.kernels.dense import MAX_RANK, LoRATables, Segments, add_lora
+from lorry.kernels.dense_fused import GroupLoRA
 from lorry.lora.arena import Arena, ResidentSite
 from lorry.lora.backends.buffers import Ints, StepBuffers
 from lorry.lora.batch import LoRABatchInfo, PackedRouting, RequestRouting
@@ -88,6 +89,10 @@ class SegmentedBackend(ABC):
         segments = Segments(info.seg_indptr, info.weight_indices, info.permutation, info.max_seg_len)
         widths = tuple(self._widths[site] for site in sites)
         add_lora(y, x, self._tables, sites, widths, segments, info.max_rank)
+
+    def group_lora(self, sites: tuple[int, ...], info: LoRABatchInfo) -> GroupLoRA:
+        segments = Segments(info.seg_indptr, info.weight_indices, info.permutation, info.max_seg_len)
+        return GroupLoRA(self._tables, sites, segments, info.token_slots, info.max_rank)
 
     def _max_rank(self, slot: int) -> int:
         """Largest rank of a slot at any site that is no experts; remembered while the slot holds that adapter."""

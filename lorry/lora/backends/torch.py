@@ -65,5 +65,8 @@ class TorchBackend:
             return x.new_zeros(len(x), self._arena.sites[site].out_features, dtype=torch.float32)
         return lora_delta(x, resident.a[0], resident.b[0], resident.scale)
 
+    def group_lora(self, sites: tuple[int, ...], info: LoRABatchInfo) -> None:
+        return None
+
 
 DENSE_BACKENDS["torch"] = TorchBackend
