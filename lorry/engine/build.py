@@ -73,7 +73,7 @@ def build_around(
         from lorry.lora.grafting import graft_layers
 
         graft_layers(loaded.model, sites, lora, attention, pool, progress)
-    runner = ModelRunner(loaded, attention, lora)
+    runner = ModelRunner(loaded, attention, lora, config.max_running_requests)
     scheduler = Scheduler(
         PagePool(num_pages, PAGE_SIZE, not config.disable_radix_cache),
         config.max_running_requests,
@@ -81,7 +81,7 @@ def build_around(
     )
     _self_check(loaded, runner)
     if loaded.device.type == "cuda" and not config.disable_cuda_graph and isinstance(attention, CapturableAttention):
-        runner.graphs = DecodeGraphs(loaded.model, attention, lora, config.max_running_requests, context)
+        runner.graphs = DecodeGraphs(loaded.model, attention, lora, runner.sampler.tokens, context)
         runner.graphs.capture(progress)
     progress(f"self-check passed; {num_pages * PAGE_SIZE:,} tokens of KV, {len(sites):,} LoRA sites")
 
