@@ -106,7 +106,7 @@ def build_around(
         from lorry.lora.grafting import graft_layers
 
         graft_layers(loaded.model, sites, lora, attention, pool, progress)
-    runner = ModelRunner(loaded, attention, lora)
+    runner = ModelRunner(loaded, attention, lora, config.max_running_requests)
     self_check(loaded.model, loaded.reference, _check_forward(loaded, runner))
     if loaded.device.type == "cuda":
         kv = _finish_on_cuda(_Unfinished(loaded, lora, runner, attention, config, budget, dummies), pool, progress)
@@ -198,7 +198,7 @@ class _Unfinished:
     def make_graphs(self, context: int) -> DecodeGraphs | None:
         if self.config.disable_cuda_graph or not isinstance(self.attention, CapturableAttention):
             return None
-        return DecodeGraphs(self.loaded.model, self.attention, self.lora, self.config.max_running_requests, context)
+        return DecodeGraphs(self.loaded.model, self.attention, self.lora, self.runner.sampler.tokens, context)
 
 
 def _finish_on_cuda(parts: _Unfinished, pool: dict[str, LayerKV], progress: Callable[[str], None]) -> KVSize:
@@ -212,7 +212,7 @@ def _finish_on_cuda(parts: _Unfinished, pool: dict[str, LayerKV], progress: Call
     with _any_adapter(parts) as slot:
         plan = largest_step(config, bound, slot)
         progress("measuring the memory of the largest step")
-        measure_step(budget, device, lambda: parts.runner.execute(plan))
+        measure_step(budget, device, lambda: parts.runner.launch(plan))
         trial = parts.make_graphs(bound)
         if trial is not None:
             with budget.explained("decode graphs"):
@@ -233,7 +233,7 @@ def _finish_on_cuda(parts: _Unfinished, pool: dict[str, LayerKV], progress: Call
                     f"{estimate / 2**30:.2f} GiB were set aside"
                 )
         with budget.explained("largest step"):
-            parts.runner.execute(largest_step(config, min(bound, kv.context), slot))
+            parts.runner.launch(largest_step(config, min(bound, kv.context), slot))
             torch.cuda.synchronize(device)
     progress(budget.table())
     return kv

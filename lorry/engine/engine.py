@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lorry.config import EngineConfig
 from lorry.engine.build import Parts, build
+from lorry.engine.runner import LaunchedStep
 from lorry.engine.sequence import Sequence
 from lorry.errors import AdapterCapacity, ContextLengthExceeded, InvalidRequest, LorryError
 from lorry.lora.adapter import load_adapter
@@ -49,6 +50,7 @@ class Engine:
         self._store = AdapterStore(self._parts.lora.unload)
         self._sequences: dict[str, Sequence] = {}
         self._finished: list[TokenOutput] = []
+        self._launched: LaunchedStep | None = None
         self._random = random.Random(config.random_seed)
         for dummy in self._parts.dummies:
             self._store.add(dummy.info(self._store.next_uid()), dummy.slot)
@@ -73,25 +75,48 @@ class Engine:
             self._finished.append(self._end(self._sequences[request_id], "abort"))
 
     def drop_finished(self) -> None:
-        """Forget the last outputs of aborted requests, when nobody waits for them."""
+        """Forget the last outputs of aborted requests, when nobody waits for them; end the step they were in."""
         self._finished.clear()
+        if not self._sequences:
+            self.step()
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._finished)
+        return self._scheduler.has_work or self._launched is not None or bool(self._finished)
 
     def step(self) -> list[TokenOutput]:
-        """Plan, run and sample one step; returns what it gave each request."""
+        """Plan and launch a step, then read the one before; returns what that gave each request.
+
+        So the device has the next step before it has done with this one. With --disable-overlap-schedule, and where
+        the step before leaves nothing to plan, each step is read before the next is planned.
+        """
         outputs, self._finished = self._finished, []
+        before, self._launched = self._launched, self._launch()
+        if before is not None:
+            outputs += self._read(before)
+        if self._launched is not None and self._config.disable_overlap_schedule:
+            launched, self._launched = self._launched, None
+            outputs += self._read(launched)
+        return outputs
+
+    def _launch(self) -> LaunchedStep | None:
         plan = self._scheduler.schedule()
         if not plan.chunks:
-            return outputs
-        sampled = self._parts.runner.execute(plan)
-        self._scheduler.computed(plan)
-        sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-        for sequence, token, logprobs in zip(sampling, sampled.token_ids, sampled.logprobs, strict=True):
-            outputs.append(self._append(sequence, token, logprobs))
-        return outputs
+            return None
+        launched = self._parts.runner.launch(plan)
+        self._scheduler.launched(plan)
+        return launched
+
+    def _read(self, step: LaunchedStep) -> list[TokenOutput]:
+        """Take the tokens of a step; those of requests that had ended when it was read are dropped."""
+        sampled = step.sample.read()
+        for sequence in self._scheduler.landed(step.plan):
+            self._store.release(sequence.adapter_uid)
+        return [
+            self._append(chunk.sequence, token, logprobs)
+            for chunk, token, logprobs in zip(step.plan.sampling, sampled.token_ids, sampled.logprobs, strict=True)
+            if not chunk.sequence.ended
+        ]
 
     def stats(self) -> EngineStats:
         """Live counts."""
@@ -128,13 +153,13 @@ class Engine:
         return wanted or limit - length
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
-        sequence.token_ids.append(token)
+        self._scheduler.append(sequence, token)
         params = sequence.params
         stops = token in params.stop_token_ids or (not params.ignore_eos and token in self.info.eos_token_ids)
         reason: FinishReason | None = None
         if stops:
             reason = "stop"
-        elif len(sequence.output_ids) >= sequence.max_tokens:
+        elif sequence.num_output >= sequence.max_tokens:
             reason = "length"
         if reason is not None:
             self._end(sequence, reason)
@@ -149,8 +174,8 @@ class Engine:
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> TokenOutput:
         del self._sequences[sequence.request_id]
-        self._scheduler.remove(sequence)
-        self._store.release(sequence.adapter_uid)
+        if self._scheduler.remove(sequence):
+            self._store.release(sequence.adapter_uid)
         return TokenOutput(request_id=sequence.request_id, finish_reason=reason)
 
     # Adapters

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -14,7 +15,8 @@ from transformers import PreTrainedModel
 from lorry.attention.base import CapturableAttention, DecodeBatch
 from lorry.config import PAGE_SIZE
 from lorry.engine.memory import used_bytes
-from lorry.engine.sequence import StepPlan
+from lorry.engine.sequence import ScheduledChunk, StepPlan
+from lorry.engine.upload import upload
 from lorry.lora.batch import RequestRouting
 from lorry.lora.manager import LoRAManager, Variant
 
@@ -25,29 +27,69 @@ def ladder(max_batch_size: int) -> list[int]:
     return [size for size in sizes if size < max_batch_size] + [max_batch_size]
 
 
-class _Inputs:
-    """Fixed device buffers of a decode step, filled by one copy: ids, positions, write slots, lengths, pages."""
+class DecodeInputs:
+    """Fixed device buffers of a decode step, filled by copies as large as what is new in the step.
 
-    def __init__(self, max_batch_size: int, max_pages: int, device: torch.device) -> None:
-        self._max_batch_size = max_batch_size
-        self._max_pages = max_pages
-        self._data = torch.zeros(max_batch_size * (4 + max_pages), dtype=torch.int32, device=device)
-        rows = self._data[: 4 * max_batch_size].view(4, max_batch_size)
-        self.token_ids, self.positions, self.write_slots, self.context_lens = rows
-        self.pages = self._data[4 * max_batch_size :].view(max_batch_size, max_pages)
+    `token_ids` are those that the host knows; the token of row i is element `sources[i]` of what the last step
+    sampled, `sampled`, with `token_ids` behind it. `pages` keeps what earlier steps wrote: a sequence that stays in
+    its row adds a page in one step of 16.
+    """
+
+    def __init__(self, sampled: Tensor, max_batch_size: int, max_pages: int, device: torch.device) -> None:
+        self._sampled = sampled
+        self._data = torch.zeros(5, max_batch_size, dtype=torch.int32, device=device)
+        self.sources, self.token_ids, self.positions, self.write_slots, self.context_lens = self._data
+        self.pages = torch.zeros(max_batch_size, max_pages, dtype=torch.int32, device=device)
+        self._padding = np.zeros((5, max_batch_size), dtype=np.int32)
+        self._padding[0] = len(sampled) + np.arange(max_batch_size)
+        self._padding[3] = -1
+        self._owners: list[list[int] | None] = [None] * max_batch_size
+        self._counts = [0] * max_batch_size
 
     def fill(self, plan: StepPlan | None) -> None:
         """Pack a plan of decodes; rows behind it are padding (no context, written nowhere)."""
-        packed = np.zeros(self._data.numel(), dtype=np.int32)
-        rows = packed[: 4 * self._max_batch_size].reshape(4, self._max_batch_size)
-        pages = packed[4 * self._max_batch_size :].reshape(self._max_batch_size, self._max_pages)
-        rows[2] = -1
-        for i, chunk in enumerate(plan.chunks if plan is not None else ()):
-            sequence, position = chunk.sequence, chunk.start
-            slot = sequence.pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
-            rows[:, i] = (sequence.token_ids[position], position, slot, position + 1)
-            pages[i, : len(sequence.pages)] = sequence.pages
-        self._data.copy_(torch.from_numpy(packed).pin_memory(), non_blocking=True)
+        packed = self._padding.copy()
+        arrays = [packed]
+        if plan is not None:
+            packed[1:, : len(plan.chunks)] = np.array([_row(chunk) for chunk in plan.chunks], dtype=np.int32).T
+            for i, chunk in enumerate(plan.chunks):
+                if chunk.source >= 0:
+                    packed[0, i] = chunk.source
+            arrays += self._new_pages(plan)
+        rows, *new_pages = upload(arrays, self._data.device)
+        self._data.copy_(rows)
+        if new_pages:
+            self.pages.view(-1).index_copy_(0, *new_pages)
+
+    def input_ids(self, size: int) -> Tensor:
+        """Token ids [size] int64 of the step; part of its graph."""
+        known = torch.cat([self._sampled, self.token_ids[:size]])
+        return known.index_select(0, self.sources[:size]).long()
+
+    def _new_pages(self, plan: StepPlan) -> list[npt.NDArray[Any]]:
+        """Places (int64) and numbers (int32) of the pages that are new in their row; empty where none are.
+
+        A sequence's list of pages only grows, and is another list once the sequence has lost its pages: the list
+        itself tells whether a row still holds what was written.
+        """
+        places, new = [], []
+        for i, chunk in enumerate(plan.chunks):
+            pages = chunk.sequence.pages
+            start = self._counts[i] if self._owners[i] is pages else 0
+            if start < len(pages):
+                first = i * self.pages.shape[1]
+                places.append(np.arange(first + start, first + len(pages)))
+                new += pages[start:]
+            self._owners[i], self._counts[i] = pages, len(pages)
+        return [np.concatenate(places), np.array(new, dtype=np.int32)] if new else []
+
+
+def _row(chunk: ScheduledChunk) -> tuple[int, int, int, int]:
+    """Token id, position, write slot and context length of a decode."""
+    sequence, position = chunk.sequence, chunk.start
+    token = sequence.token_ids[position] if chunk.source < 0 else 0
+    slot = sequence.pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+    return token, position, slot, position + 1
 
 
 _MIN_GRAPH_BYTES = 2**21
@@ -70,14 +112,15 @@ class DecodeGraphs:
         model: PreTrainedModel,
         attention: CapturableAttention,
         lora: LoRAManager,
-        max_batch_size: int,
+        sampled: Tensor,
         max_context: int,
     ) -> None:
+        """`sampled` [largest batch] int32: where every step leaves the tokens that it sampled."""
         self._model = model
         self._attention = attention
         self._lora = lora
-        self._sizes = ladder(max_batch_size)
-        self._inputs = _Inputs(max_batch_size, -(-max_context // PAGE_SIZE), model.device)
+        self._sizes = ladder(len(sampled))
+        self._inputs = DecodeInputs(sampled, len(sampled), -(-max_context // PAGE_SIZE), model.device)
         self._graphs: dict[tuple[int, Variant], _Graph] = {}
         self._memory: Any = None
 
@@ -112,7 +155,7 @@ class DecodeGraphs:
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether the plan is decodes alone, and not more than were captured for."""
-        return len(plan.chunks) <= self._sizes[-1] and all(c.num_tokens == 1 and c.samples for c in plan.chunks)
+        return len(plan.chunks) <= self._sizes[-1] and all(c.num_tokens == 1 for c in plan.chunks)
 
     def replay(self, plan: StepPlan, routing: RequestRouting) -> Tensor:
         """Logits [number of chunks, vocab] of a plan that fits; valid until the next replay."""
@@ -147,7 +190,7 @@ class DecodeGraphs:
 
     def _forward(self, size: int) -> Tensor:
         output = self._model(
-            input_ids=self._inputs.token_ids[:size].long()[None],
+            input_ids=self._inputs.input_ids(size)[None],
             position_ids=self._inputs.positions[:size].long()[None],
             use_cache=False,
         )

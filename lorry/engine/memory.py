@@ -135,7 +135,7 @@ def largest_step(config: EngineConfig, context: int, slot: int) -> StepPlan:
         request = EngineRequest(request_id=f"largest-{i}", token_ids=(0,) * length, params=params)
         pages = [0] * -(-length // PAGE_SIZE)
         sequence = Sequence(request, slot, i, 1, [0] * length, pages=pages, num_computed=length - rows)
-        chunks.append(ScheduledChunk(sequence, length - rows, rows))
+        chunks.append(ScheduledChunk(sequence, length - rows, rows, samples=True))
     return StepPlan(tuple(chunks))
 
 

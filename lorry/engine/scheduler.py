@@ -16,6 +16,10 @@ class Scheduler:
     and places are left. When pages run out, the youngest running sequence gives up its pages and returns to the
     head of the queue; its tokens are kept and computed again later (from the prefix cache where they survive).
     The oldest is never preempted for another, and any one sequence fits into the pool, so something always ends.
+
+    A step may be planned while the one before is in flight: launched, its tokens not read. Pending tokens count like
+    known ones for pages and positions. Nothing is preempted meanwhile: the plan is empty then, and the next one is
+    made when nothing is in flight. Pages come back when no step in flight writes to them.
     """
 
     def __init__(self, pool: PagePool, max_running: int, max_step_tokens: int) -> None:
@@ -25,6 +29,7 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
+        self._num_in_flight = 0
 
     @property
     def num_waiting(self) -> int:
@@ -41,24 +46,37 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that ended or was aborted; its pages come back."""
+    def remove(self, sequence: Sequence) -> bool:
+        """Forget a sequence that ended or was aborted; whether it is gone at once, and its pages are back.
+
+        Otherwise a step in flight still works on it, and `landed` will name it.
+        """
         if sequence in self._running:
             self._running.remove(sequence)
         else:
             self._waiting.remove(sequence)
+        sequence.ended = True
+        if sequence.num_in_flight:
+            return False
         self._release(sequence)
+        return True
 
     def schedule(self) -> StepPlan:
-        """The next step; empty only when there is no work."""
+        """The next step; empty only when there is no work that could start before the step in flight is read."""
         budget = self._max_step_tokens
         chunks: list[ScheduledChunk] = []
         preempted = False
+        num_complete = 0
         queue = deque(self._running)
         while queue and budget:
             sequence = queue.popleft()
+            if sequence.is_complete:
+                num_complete += 1
+                continue
             count = min(sequence.num_uncomputed, budget)
             while not self._has_room(sequence, count):
+                if self._num_in_flight:
+                    return StepPlan(())
                 victim = self._running[-1]
                 preempted = True
                 self._preempt(victim)
@@ -68,7 +86,7 @@ class Scheduler:
             else:
                 chunks.append(self._take(sequence, count))
                 budget -= count
-        while self._waiting and budget and not preempted and len(self._running) < self._max_running:
+        while self._waiting and budget and not preempted and len(self._running) - num_complete < self._max_running:
             chunk = self._admit(self._waiting[0], budget)
             if chunk is None:
                 break
@@ -76,17 +94,47 @@ class Scheduler:
             budget -= chunk.num_tokens
         return StepPlan(tuple(chunks))
 
-    def computed(self, plan: StepPlan) -> None:
-        """Note that the rows of a plan are in the pool, and make full pages known to the prefix cache."""
+    def launched(self, plan: StepPlan) -> None:
+        """Note that a plan is in flight: later steps find its keys and values, and the tokens that it samples."""
+        self._num_in_flight += 1
+        row = 0
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.num_computed += chunk.num_tokens
-            while (sequence.num_cached_pages + 1) * PAGE_SIZE <= sequence.num_computed:
-                first = sequence.num_cached_pages * PAGE_SIZE
-                tokens = sequence.token_ids[first : first + PAGE_SIZE]
-                page = sequence.pages[sequence.num_cached_pages]
-                sequence.node = self.pool.insert(sequence.node, tokens, page)
-                sequence.num_cached_pages += 1
+            sequence.num_in_flight += 1
+            if chunk.samples:
+                sequence.num_pending += 1
+                sequence.pending_row = row
+                row += 1
+            self._publish(sequence)
+
+    def landed(self, plan: StepPlan) -> list[Sequence]:
+        """Note that a plan has run; the sequences that had ended before and are gone only now, with their pages."""
+        self._num_in_flight -= 1
+        gone = []
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            sequence.num_in_flight -= 1
+            if sequence.ended and not sequence.num_in_flight:
+                self._release(sequence)
+                gone.append(sequence)
+        return gone
+
+    def append(self, sequence: Sequence, token: int) -> None:
+        """The oldest pending token of a sequence is known now."""
+        sequence.num_pending -= 1
+        sequence.token_ids.append(token)
+        self._publish(sequence)
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Make full pages of known tokens known to the prefix cache."""
+        stop = min(sequence.num_computed, len(sequence.token_ids))
+        while (sequence.num_cached_pages + 1) * PAGE_SIZE <= stop:
+            first = sequence.num_cached_pages * PAGE_SIZE
+            tokens = sequence.token_ids[first : first + PAGE_SIZE]
+            page = sequence.pages[sequence.num_cached_pages]
+            sequence.node = self.pool.insert(sequence.node, tokens, page)
+            sequence.num_cached_pages += 1
 
     def _admit(self, sequence: Sequence, budget: int) -> ScheduledChunk | None:
         """Start a waiting sequence when pages for all of its known tokens are there, so that it can get going."""
@@ -101,7 +149,7 @@ class Scheduler:
         sequence.node = hit.node
         sequence.num_cached_pages = len(hit.pages)
         sequence.num_computed = len(hit.pages) * PAGE_SIZE
-        if not sequence.output_ids:
+        if not sequence.num_output:
             sequence.num_hit_tokens = sequence.num_computed
         self.pool.record_hit(sequence.num_computed, len(sequence.token_ids))
         return self._take(sequence, min(sequence.num_uncomputed, budget))
@@ -111,10 +159,15 @@ class Scheduler:
         return sequence.pages_for(sequence.num_computed + num_new) <= self.pool.num_available
 
     def _take(self, sequence: Sequence, count: int) -> ScheduledChunk:
-        sequence.pages += self.pool.allocate(sequence.pages_for(sequence.num_computed + count))
-        return ScheduledChunk(sequence, sequence.num_computed, count)
+        stop = sequence.num_computed + count
+        sequence.pages += self.pool.allocate(sequence.pages_for(stop))
+        samples = count == sequence.num_uncomputed
+        source = sequence.pending_row if sequence.num_pending else -1
+        assert sequence.num_pending == 0 or (sequence.num_pending == count == 1), "a step is planned too far ahead"
+        return ScheduledChunk(sequence, sequence.num_computed, count, samples, source)
 
     def _preempt(self, sequence: Sequence) -> None:
+        assert not sequence.num_in_flight
         self._running.remove(sequence)
         self._release(sequence)
         self._waiting.appendleft(sequence)

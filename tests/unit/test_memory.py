@@ -94,7 +94,7 @@ def test_the_largest_step_runs_with_a_pool_of_one_page():
     parts = make_parts(tiny_model("llama"))
     one_page = allocate_kv(parts.loaded.kv_shapes, 1, torch.float32, torch.device("cpu"))
     bind_attention(parts.loaded.model, parts.runner._attention, one_page)
-    assert len(parts.runner.execute(plan).token_ids) == 3
+    assert len(parts.runner.launch(plan).sample.read().token_ids) == 3
 
 
 def test_rows_beyond_one_context_go_to_further_requests():

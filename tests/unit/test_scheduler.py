@@ -30,13 +30,26 @@ def run(scheduler: Scheduler, max_steps: int = 10_000) -> list[str]:
             assert not scheduler.has_work
             return ended
         check(scheduler, plan)
-        scheduler.computed(plan)
-        for chunk in [c for c in plan.chunks if c.start + c.num_tokens == len(c.sequence.token_ids)]:
-            chunk.sequence.token_ids.append(1000)
+        finish(scheduler, plan)
+        for chunk in plan.sampling:
             if len(chunk.sequence.output_ids) == chunk.sequence.max_tokens:
                 scheduler.remove(chunk.sequence)
                 ended.append(chunk.sequence.request_id)
     raise AssertionError("no end")
+
+
+def finish(scheduler: Scheduler, plan: StepPlan, token: int = 1000) -> None:
+    """Launch a plan and read it, with the same token for all."""
+    scheduler.launched(plan)
+    read(scheduler, plan, token)
+
+
+def read(scheduler: Scheduler, plan: StepPlan, token: int = 1000) -> list[Sequence]:
+    gone = scheduler.landed(plan)
+    for chunk in plan.sampling:
+        if not chunk.sequence.ended:
+            scheduler.append(chunk.sequence, token)
+    return gone
 
 
 def check(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -58,7 +71,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_once():
         plan = s.schedule()
         sizes.append(plan.num_tokens)
         samples.append(plan.chunks[0].samples)
-        s.computed(plan)
+        finish(s, plan)
         if plan.chunks[0].samples:
             s.remove(plan.chunks[0].sequence)
     assert sizes == [48, 48, 4]
@@ -68,8 +81,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_once():
 def test_decodes_go_on_while_a_prompt_is_prefilled():
     s = scheduler(32, max_step_tokens=32)
     s.add(sequence("short", 4, max_tokens=50))
-    s.computed(s.schedule())
-    next(iter(s._running)).token_ids.append(7)
+    finish(s, s.schedule())
     s.add(sequence("long", 200, first=500))
     plan = s.schedule()
     assert [(c.sequence.request_id, c.num_tokens) for c in plan.chunks] == [("short", 1), ("long", 31)]
@@ -89,9 +101,7 @@ def test_the_youngest_gives_way_and_returns_first():
     s = scheduler(num_pages=4, cache=False)
     for i, name in enumerate("abc"):
         s.add(sequence(name, PAGE_SIZE, max_tokens=PAGE_SIZE * 2, first=100 * i))
-    s.computed(s.schedule())
-    for running in s._running:
-        running.token_ids.append(1)
+    finish(s, s.schedule())
     plan = s.schedule()
     assert [c.sequence.request_id for c in plan.chunks] == ["a", "b"]
     assert s.num_preemptions == 1
@@ -101,7 +111,7 @@ def test_the_youngest_gives_way_and_returns_first():
 def test_a_shared_prefix_is_not_computed_again():
     s = scheduler(16)
     s.add(sequence("a", 40))
-    s.computed(s.schedule())
+    finish(s, s.schedule())
     s.add(sequence("b", 40))
     plan = s.schedule()
     b = next(c for c in plan.chunks if c.sequence.request_id == "b")
@@ -124,8 +134,134 @@ def test_aborting_waiting_and_running_ones_gives_pages_back():
     first, second = sequence("a", 30, 9), sequence("b", 30, 9)
     s.add(first)
     s.add(second)
-    s.computed(s.schedule())
+    finish(s, s.schedule())
     s.remove(second)
     s.remove(first)
     assert not s.has_work
     assert s.pool.num_in_use == 0
+
+
+def decoding(num_pages: int, *sequences: Sequence, **settings) -> Scheduler:
+    """A scheduler whose sequences have been prefilled and have one token of output."""
+    s = scheduler(num_pages, cache=False, **settings)
+    for one in sequences:
+        s.add(one)
+    finish(s, s.schedule())
+    return s
+
+
+def test_a_pending_token_counts_and_comes_from_the_step_before():
+    a, b = sequence("a", 5, 9), sequence("b", PAGE_SIZE - 1, 9)
+    s = decoding(8, a, b)
+    first = s.schedule()
+    assert [(c.start, c.source, c.samples) for c in first.chunks] == [(5, -1, True), (PAGE_SIZE - 1, -1, True)]
+    s.launched(first)
+    second = s.schedule()
+    assert [(c.start, c.num_tokens, c.source, c.samples) for c in second.chunks] == [
+        (6, 1, 0, True),
+        (PAGE_SIZE, 1, 1, True),
+    ]
+    assert len(b.pages) == 2
+    s.launched(second)
+    read(s, first, 7)
+    assert (a.token_ids[-1], a.num_pending, a.num_uncomputed) == (7, 1, 1)
+
+
+def test_nothing_is_planned_for_a_sequence_whose_last_token_is_pending():
+    a, b = sequence("a", 5, 2), sequence("b", 5, 9)
+    s = decoding(8, a, b, max_running=2)
+    s.launched(s.schedule())
+    s.add(sequence("c", 5, 9))
+    plan = s.schedule()
+    assert [c.sequence.request_id for c in plan.chunks] == ["b", "c"], "and its place is free already"
+
+
+def test_nothing_is_preempted_while_a_step_is_in_flight():
+    a, b = sequence("a", PAGE_SIZE - 1, 9), sequence("b", PAGE_SIZE - 1, 9, first=100)
+    s = decoding(3, a, b)
+    first = s.schedule()
+    s.launched(first)
+    assert s.schedule().chunks == ()
+    assert s.num_preemptions == 0
+    read(s, first)
+    assert [c.sequence.request_id for c in s.schedule().chunks] == ["a"]
+    assert s.num_preemptions == 1
+
+
+def test_pages_of_an_ended_sequence_come_back_with_its_last_step():
+    a, b = sequence("a", 5, 9), sequence("b", 5, 9)
+    s = decoding(8, a, b)
+    first = s.schedule()
+    s.launched(first)
+    second = s.schedule()
+    s.launched(second)
+    assert not s.remove(a)
+    assert s.pool.num_in_use == 2
+    assert read(s, first) == []
+    assert s.pool.num_in_use == 2
+    assert read(s, second) == [a]
+    assert s.pool.num_in_use == 1
+    assert s.remove(b)
+    assert s.pool.num_in_use == 0
+
+
+def test_only_known_tokens_reach_the_prefix_cache():
+    s = scheduler(8)
+    a = sequence("a", PAGE_SIZE - 1, 9)
+    s.add(a)
+    first = s.schedule()
+    s.launched(first)
+    second = s.schedule()
+    s.launched(second)
+    assert a.num_computed == PAGE_SIZE
+    assert a.num_cached_pages == 0
+    read(s, first, 7)
+    assert a.num_cached_pages == 1
+    assert s.pool.match(a.adapter_uid, [*range(PAGE_SIZE - 1), 7, 8]).pages == (a.pages[0],)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_load_with_steps_in_flight_keeps_their_pages(seed: int):
+    """Whatever ends or is aborted: a page that a step in flight writes is neither free nor another sequence's."""
+    rng = random.Random(seed)
+    s = scheduler(rng.randint(6, 20), rng.randint(1, 6), rng.randint(6, 80), cache=rng.random() < 0.5)
+    coming = [
+        sequence(f"r{i}", rng.randint(1, 60), rng.randint(1, 30), first=rng.choice([0, 0, 500]))
+        for i in range(rng.randint(1, 25))
+    ]
+    waiting, alive, steps = list(coming), set[Sequence](), 0
+    flight: tuple[StepPlan, dict[Sequence, list[int]]] | None = None
+    while waiting or s.has_work or flight:
+        steps += 1
+        assert steps < 10_000
+        while waiting and rng.random() < 0.4:
+            alive.add(waiting[0])
+            s.add(waiting.pop(0))
+        if alive and rng.random() < 0.05:
+            gone = rng.choice(sorted(alive, key=lambda x: x.request_id))
+            alive.remove(gone)
+            s.remove(gone)
+        plan = s.schedule()
+        before, flight = flight, None
+        if plan.chunks:
+            check(s, plan)
+            s.launched(plan)
+            flight = plan, {c.sequence: c.sequence.pages[c.start // PAGE_SIZE :] for c in plan.chunks}
+        writers: dict[int, Sequence] = {}
+        for _, written in [f for f in (before, flight) if f]:
+            for owner, pages in written.items():
+                assert all(writers.setdefault(page, owner) is owner for page in pages), "two write to one page"
+                assert all(s.pool._references[page] > 0 for page in pages), "a page that is written is free"
+        if before is None:
+            continue
+        for gone in s.landed(before[0]):
+            assert gone.pages == []
+        for chunk in before[0].sampling:
+            if not chunk.sequence.ended:
+                s.append(chunk.sequence, rng.randint(0, 3))
+                if chunk.sequence.num_output == chunk.sequence.max_tokens or rng.random() < 0.03:
+                    alive.remove(chunk.sequence)
+                    s.remove(chunk.sequence)
+    assert s.pool.num_in_use == 0
+    assert all(x.num_in_flight == 0 and (x.ended or x in alive) for x in coming)
+    assert not alive
