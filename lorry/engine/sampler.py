@@ -17,7 +17,7 @@ from lorry.engine.sequence import GREEDY, SamplingKind, ScheduledChunk
 from lorry.engine.upload import download, upload
 from lorry.types import MAX_LOGPROBS, TokenLogprobs
 
-ROWS_AT_ONCE = 32
+ROWS_AT_ONCE = 64
 """Rows whose distributions exist at the same time: what sampling a step takes in memory does not grow further."""
 
 _MIN_TEMPERATURE = 1e-6

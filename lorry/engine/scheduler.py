@@ -70,10 +70,11 @@ class Scheduler:
         queue = deque(self._running)
         while queue and budget:
             sequence = queue.popleft()
-            if sequence.is_complete:
+            length = sequence.num_tokens
+            if length >= sequence.max_length:
                 num_complete += 1
                 continue
-            count = min(sequence.num_uncomputed, budget)
+            count = min(length - sequence.num_computed, budget)
             while not self._has_room(sequence, count):
                 if self._num_in_flight:
                     return StepPlan(())
@@ -128,13 +129,13 @@ class Scheduler:
 
     def _publish(self, sequence: Sequence) -> None:
         """Make full pages of known tokens known to the prefix cache."""
-        stop = min(sequence.num_computed, len(sequence.token_ids))
-        while (sequence.num_cached_pages + 1) * PAGE_SIZE <= stop:
-            first = sequence.num_cached_pages * PAGE_SIZE
-            tokens = sequence.token_ids[first : first + PAGE_SIZE]
+        stop = (sequence.num_cached_pages + 1) * PAGE_SIZE
+        while stop <= sequence.num_computed and stop <= len(sequence.token_ids):
+            tokens = sequence.token_ids[stop - PAGE_SIZE : stop]
             page = sequence.pages[sequence.num_cached_pages]
             sequence.node = self.pool.insert(sequence.node, tokens, page)
             sequence.num_cached_pages += 1
+            stop += PAGE_SIZE
 
     def _admit(self, sequence: Sequence, budget: int) -> ScheduledChunk | None:
         """Start a waiting sequence when pages for all of its known tokens are there, so that it can get going."""
@@ -152,19 +153,21 @@ class Scheduler:
         if not sequence.num_output:
             sequence.num_hit_tokens = sequence.num_computed
         self.pool.record_hit(sequence.num_computed, len(sequence.token_ids))
-        return self._take(sequence, min(sequence.num_uncomputed, budget))
+        return self._take(sequence, min(sequence.num_tokens - sequence.num_computed, budget))
 
     def _has_room(self, sequence: Sequence, num_new: int) -> bool:
-        """Whether pages for `num_new` tokens behind the computed ones can be had."""
-        return sequence.pages_for(sequence.num_computed + num_new) <= self.pool.num_available
+        """Whether pages for `num_new` tokens behind the computed ones are there or can be had."""
+        missing = sequence.pages_for(sequence.num_computed + num_new)
+        return missing <= 0 or missing <= self.pool.num_available
 
     def _take(self, sequence: Sequence, count: int) -> ScheduledChunk:
-        stop = sequence.num_computed + count
-        sequence.pages += self.pool.allocate(sequence.pages_for(stop))
-        samples = count == sequence.num_uncomputed
-        source = sequence.pending_row if sequence.num_pending else -1
-        assert sequence.num_pending == 0 or (sequence.num_pending == count == 1), "a step is planned too far ahead"
-        return ScheduledChunk(sequence, sequence.num_computed, count, samples, source)
+        start, pending = sequence.num_computed, sequence.num_pending
+        missing = sequence.pages_for(start + count)
+        if missing > 0:
+            sequence.pages += self.pool.allocate(missing)
+        assert pending == 0 or pending == count == 1, "a step is planned too far ahead"
+        samples = start + count == sequence.num_tokens
+        return ScheduledChunk(sequence, start, count, samples, sequence.pending_row if pending else -1)
 
     def _preempt(self, sequence: Sequence) -> None:
         assert not sequence.num_in_flight

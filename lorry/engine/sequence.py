@@ -101,14 +101,14 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     @property
-    def num_uncomputed(self) -> int:
-        """Tokens, known or pending, whose keys and values no launched step writes: 1 in decode."""
-        return len(self.token_ids) + self.num_pending - self.num_computed
+    def num_tokens(self) -> int:
+        """Tokens that are known or pending."""
+        return len(self.token_ids) + self.num_pending
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all tokens that it may have are known or pending, so that no further step is for it."""
-        return self.num_output + self.num_pending >= self.max_tokens
+    @cached_property
+    def max_length(self) -> int:
+        """Tokens of prompt and longest output. A sequence with so many, known or pending, needs no further step."""
+        return self.num_prompt + self.max_tokens
 
     @cached_property
     def sampling_kind(self) -> SamplingKind:
@@ -118,12 +118,11 @@ class Sequence:
         return SamplingKind(draws, draws and (p.top_k > 0 or p.top_p < 1.0), penalised)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Further pages needed before the first `num_tokens` tokens have a place."""
-        return max(0, -(-num_tokens // PAGE_SIZE) - len(self.pages))
+        """Further pages needed before the first `num_tokens` tokens have a place; not above 0 where none are."""
+        return -(-num_tokens // PAGE_SIZE) - len(self.pages)
 
 
-@dataclass(frozen=True)
-class ScheduledChunk:
+class ScheduledChunk(NamedTuple):
     """The next `num_tokens` uncomputed tokens of a sequence; `samples`: its last row gives the next token.
 
     `source` -1: these tokens are known. Otherwise there is one, pending, in that row of what the step before sampled.
