@@ -34,8 +34,6 @@ def _sum_kernel(
     CHOICES: tl.constexpr, BLOCK_N: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_ROUTE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     choice = tl.arange(0, CHOICES)
@@ -43,6 +41,8 @@ def _sum_kernel(
     expert = tl.load(experts_ptr + pair, mask=choice < NUM_CHOICES, other=-1)
     present = (choice < NUM_CHOICES) & (expert >= 0) & (expert < num_experts)
     at = tl.load(positions_ptr + pair, mask=present, other=0).to(tl.int64) if HAS_POSITIONS else pair
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     # All choices are read at once, and those that are not there dropped after it: nothing waits for `expert`.
     x = tl.load(
         x_ptr + at[:, None] * N + n[None, :], mask=(choice < NUM_CHOICES)[:, None] & (n < N)[None, :], other=0.0
@@ -106,13 +106,13 @@ def grouped_product(
     """out[p] = top_k_weights[p] * act(x_p W[e_p]^T + bias[e_p] + h[p] B[slot_p, e_p]), by pair p; new tensor [P, N].
 
     x [T, in] or [P, in] by pair. `projection` holds W of any strides and says whether gate and up lie in it side by
-    side, alternate, or there is no gate; the activation is taken in float32 before the store. With `plan` (of this
-    product's sites) the shrunk rows h [P, num_sites * max_rank] are expanded inside the tile before bias and
+    side, alternate, or there is no gate; the activation is taken in float32 before the store. With `plan` (this
+    product's sites, this order) the shrunk rows h [P, num_sites, rank] are expanded inside the tile, before bias and
     activation: a loop over the slots present in the tile, rows of other slots masked, so that rows of the base and
     of slots of rank 0 get the bits they get without LoRA. Rows of pairs that `order` leaves out are not written.
-    `wait`: see `product_kernel`. Deterministic; safe under graph capture. Source: shared/experiments (g1_k, g2_k).
+    `wait`: see `product_kernel`. Deterministic; safe under graph capture.
     """
-    num_pairs, width = order.pairs.numel(), projection.out_features
+    num_pairs, width = order.num_pairs, projection.out_features
     assert order.block_m == tile.block_m
     out = torch.empty(num_pairs, width, dtype=x.dtype, device=x.device)
     weight = projection.weight
@@ -126,18 +126,12 @@ def grouped_product(
         weight if projection.bias is None else projection.bias,
         out,
         x if top_k_weights is None else top_k_weights,
-        order.pairs,
-        order.slots,
-        order.tile_expert,
-        order.tile_start,
-        order.tile_end,
-        order.counts,
+        order.tensors,
         x if h is None else h,
         x if plan is None else plan.data,
-        order.counts if plan is None else plan.rank,
-        order.counts if plan is None else plan.b,
+        order.tensors if plan is None else plan.tensors,
         num_pairs,
-        max_rank,
+        0 if h is None else h.stride(1),
         0 if h is None else h.stride(0),
         group_tiles,
         activation.alpha,
@@ -201,7 +195,7 @@ def fused_experts(
         order = sort_pairs(top_k_index, None, 0, weights.num_experts, first.block_m, pdl=pdl)
         inter = grouped_product(x, weights.first, weights.activation, order, first, wait=int(pdl))
         out = grouped_product(inter, weights.second, Activation("none"), order, second, top_k_weights=top_k_weights,
-                              wait=int(pdl))  # fmt: skip
+                              wait=3 if pdl else 0)  # fmt: skip
     else:
         out = _with_lora(x, top_k_index, top_k_weights, weights, lora, (first, second), pdl)
     return sum_choices(out, top_k_index, weights.num_experts, pdl=pdl)
@@ -222,7 +216,7 @@ def _with_lora(
         order, plan, h = start_experts(x, top_k_index, lora, experts, inter, block_m, shrink=by_pair, pdl=pdl)
     else:
         order = sort_pairs(top_k_index, lora.token_slots, lora.tables.num_slots, experts, block_m)
-        plan = plan_lora(top_k_index, lora.token_slots, lora.tables, lora.sites, experts, x.shape[1], inter, True)
+        plan = plan_lora(order, lora.tables, lora.sites, x.shape[1], inter, True)
         by_pair = False
     first, down = plan.at(0, len(lora.first)), plan.at(len(lora.first), len(lora.sites))
     if not by_pair:
@@ -232,7 +226,7 @@ def _with_lora(
     hidden = grouped_product(x, weights.first, weights.activation, order, tiles[0], h=h, plan=first,
                              max_rank=max_rank, wait=wait)  # fmt: skip
     if tiles[1].shrink_by_pair:
-        h = shrink_pairs(hidden, down, max_rank, pdl=pdl)
+        h = shrink_pairs(hidden, order, down, max_rank, pdl=pdl)
     else:
         h = shrink_groups(hidden, order, down, max_rank, pdl=pdl)
     return grouped_product(hidden, weights.second, Activation("none"), order, tiles[1], top_k_weights=top_k_weights,

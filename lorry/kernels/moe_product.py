@@ -53,34 +53,30 @@ def split_columns(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.co
 
 @triton.jit
 def _product_tile(
-    tile, n_start, x_ptr, w_ptr, bias_ptr, out_ptr, route_ptr, pairs_ptr, slots_ptr, tile_expert_ptr, tile_start_ptr,
-    tile_end_ptr, h_ptr, plan, max_rank, h_stride, alpha, beta, limit, K: tl.constexpr,
-    N: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
-    ROWS_PER_X: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_ROUTE: tl.constexpr, LORA: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr,
-    SWAP: tl.constexpr, PRECISION: tl.constexpr, WAIT: tl.constexpr,
+    expert, first, end, n_start, x_ptr, w_ptr, bias_ptr, out_ptr, route_ptr, order, h_ptr, data_ptr, plan, num_pairs,
+    max_rank, h_stride, alpha, beta, limit, K: tl.constexpr, N: tl.constexpr, STRIDE_E: tl.constexpr,
+    STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr, ROWS_PER_X: tl.constexpr, GATED: tl.constexpr,
+    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROUTE: tl.constexpr, LORA: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
+    AHEAD: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     TWO: tl.constexpr = GATED == "concatenated"
     STEP: tl.constexpr = 2 if GATED == "interleaved" else 1
-    expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
-    first = tl.load(tile_start_ptr + tile)
     position = first + tl.arange(0, BLOCK_M)
-    valid = position < tl.load(tile_end_ptr + tile)
-    pair = tl.load(pairs_ptr + position, mask=valid, other=0)
+    valid = position < end
+    pair = tl.load(order.pairs + position, mask=valid, other=0)
     column = n_start * STEP + tl.arange(0, BLOCK_N * STEP)
     inside = column < N * STEP
     if LORA:
         SITES: tl.constexpr = 1 if GATED == "no" else 2
-        data_ptr, rank_ptr, b_ptr, num_pairs = plan[0], plan[1], plan[2], plan[3]
-        rank = tl.load(rank_ptr + pair, mask=valid, other=0)
-        b_at = tl.load(b_ptr + pair, mask=valid, other=0)
+        rank = tl.load(plan.rank + position, mask=valid, other=0)
+        b_at = tl.load(plan.b + position, mask=valid, other=0)
         up_rank = rank
         up_b_at = b_at
         if SITES == 2:
-            up_rank = tl.load(rank_ptr + num_pairs + pair, mask=valid, other=0)
-            up_b_at = tl.load(b_ptr + num_pairs + pair, mask=valid, other=0)
-        number = tile_numbers(slots_ptr, position, valid, first, tl.maximum(rank, up_rank) > 0)
+            up_rank = tl.load(plan.rank + num_pairs + position, mask=valid, other=0)
+            up_b_at = tl.load(plan.b + num_pairs + position, mask=valid, other=0)
+        number = tile_numbers(order.slots, position, valid, first, tl.maximum(rank, up_rank) > 0)
         own = column // STEP
         gate_inside = inside
         up_inside = inside
@@ -92,25 +88,11 @@ def _product_tile(
             up_b = b
             if SITES == 2:
                 up_b = load_b(data_ptr, number, up_rank, up_b_at, 0, 0, N, own, up_inside, GROUP, BLOCK_R, UNIT, SWAP)
-    acc, up = _main_loop(
-        x_ptr,
-        w_ptr + expert * STRIDE_E,
-        pair // ROWS_PER_X,
-        valid,
-        column,
-        column + N,
-        inside,
-        K,
-        STRIDE_N,
-        STRIDE_K,
-        BLOCK_M,
-        BLOCK_N * STEP,
-        BLOCK_K,
-        TWO,
-        N % BLOCK_N == 0,
-        SWAP,
-        PRECISION,
-    )
+    if WAIT == 3:
+        tl.extra.cuda.gdc_wait()
+    acc, up = _main_loop(x_ptr, w_ptr + expert * STRIDE_E, pair // ROWS_PER_X, valid, column, column + N, inside, K,
+                         STRIDE_N, STRIDE_K, BLOCK_M, BLOCK_N * STEP, BLOCK_K, TWO, N % BLOCK_N == 0, SWAP,
+                         PRECISION)  # fmt: skip
     if LORA:
         if not AHEAD:
             b = load_b(data_ptr, number, rank, b_at, 0, 0, N, own, gate_inside, GROUP, BLOCK_R, UNIT, SWAP)
@@ -141,17 +123,16 @@ def _product_tile(
     tl.store(target, result.to(out_ptr.dtype.element_ty), mask=along(valid, SWAP) & along(n < N, 1 - SWAP))
 
 
-@triton.jit(do_not_specialize=["num_pairs", "max_rank", "h_stride", "group_tiles"])
+@triton.jit(do_not_specialize=["num_pairs", "group_tiles"])
 def product_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, route_ptr, pairs_ptr, slots_ptr, tile_expert_ptr, tile_start_ptr, tile_end_ptr,
-    counts_ptr, h_ptr, data_ptr, plan_rank_ptr, plan_b_ptr, num_pairs, max_rank, h_stride, group_tiles, alpha, beta,
-    limit, K: tl.constexpr, N: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
-    ROWS_PER_X: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_ROUTE: tl.constexpr, LORA: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, SWAP: tl.constexpr,
-    PRECISION: tl.constexpr, WAIT: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, out_ptr, route_ptr, order, h_ptr, data_ptr, plan, num_pairs, max_rank, h_stride,
+    group_tiles, alpha, beta, limit, K: tl.constexpr, N: tl.constexpr, STRIDE_E: tl.constexpr,
+    STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr, ROWS_PER_X: tl.constexpr, GATED: tl.constexpr,
+    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROUTE: tl.constexpr, LORA: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
+    AHEAD: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """See `moe.grouped_product`. WAIT 0: no dependent launch; 1: wait at the start; 2: wait before h is read."""
+    """See `moe.grouped_product`. WAIT 0: no dependent launch; 1: wait first; 2: before h is read; 3: before x."""
     if WAIT == 1:
         tl.extra.cuda.gdc_wait()
     if WAIT > 0:
@@ -159,12 +140,12 @@ def product_kernel(
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
     tile = program // (group_tiles * TILES_N) * group_tiles + program % group_tiles
-    if tile < tl.load(counts_ptr):
-        plan = (data_ptr, plan_rank_ptr, plan_b_ptr, num_pairs)
-        _product_tile(
-            tile, program % (group_tiles * TILES_N) // group_tiles * BLOCK_N, x_ptr, w_ptr, bias_ptr, out_ptr,
-            route_ptr, pairs_ptr, slots_ptr, tile_expert_ptr, tile_start_ptr, tile_end_ptr, h_ptr, plan,
-            max_rank, h_stride, alpha, beta, limit, K, N, STRIDE_E, STRIDE_N, STRIDE_K, ROWS_PER_X, GATED,
-            KIND, HAS_BIAS, HAS_ROUTE, LORA, UNIT, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, GROUP, AHEAD, SWAP,
-            PRECISION, WAIT,
-        )  # fmt: skip
+    # Read beside the number of live tiles, not after it: there is room for any tile, and a dead one is not used.
+    expert, first = tl.load(order.tile_expert + tile), tl.load(order.tile_start + tile)
+    end = tl.load(order.tile_end + tile)
+    if tile < tl.load(order.counts):
+        _product_tile(expert.to(tl.int64), first, end, program % (group_tiles * TILES_N) // group_tiles * BLOCK_N,
+                      x_ptr, w_ptr, bias_ptr, out_ptr, route_ptr, order, h_ptr, data_ptr, plan, num_pairs, max_rank,
+                      h_stride, alpha, beta, limit, K, N, STRIDE_E, STRIDE_N, STRIDE_K, ROWS_PER_X, GATED, KIND,
+                      HAS_BIAS, HAS_ROUTE, LORA, UNIT, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, GROUP, AHEAD, SWAP,
+                      PRECISION, WAIT)  # fmt: skip

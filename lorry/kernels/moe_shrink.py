@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import triton
 from torch import Tensor
 
@@ -19,20 +21,21 @@ from lorry.kernels.moe_plan import (
     LoRASites,
     LoRATables,
     empty_plan,
-    plan_arguments,
     plan_lora,
     site_arguments,
-    table_arguments,
 )
-from lorry.kernels.moe_sort import PairOrder, count_sizes, empty_order, order_tensors, sort_pairs
+from lorry.kernels.moe_sort import PairOrder, count_sizes, empty_order, sort_pairs
 
 
-def pair_sizes(num_pairs: int, width: int, max_rank: int) -> dict[str, int]:
+def pair_sizes(num_pairs: int, width: int, max_rank: int, together: int = 1) -> dict[str, int]:
     """Blocks of the shrink without tensor cores: few rank rows for a program, so that even one row of tokens fills
     the GPU, and long loads; measured on an H200 at rank 16 and widths of 2,048 and 768."""
-    block_r, block_k = (2, 1024) if width >= 1024 else (4, 512) if num_pairs < 512 else (16, 128)
+    block_r, block_k = (2, 1024) if width >= 512 else (4, 512)
+    if together == 1 and width < 1024 and num_pairs >= 512:
+        block_r, block_k = 16, 128
     parts = min(16 // block_r, triton.cdiv(max_rank, block_r))
-    return {"PARTS": parts, "BLOCK_R": block_r, "BLOCK_K": min(block_k, max(16, triton.next_power_of_2(width)))}
+    block_k = min(block_k // (1 if together < 4 else 2), max(16, triton.next_power_of_2(width)))
+    return {"PARTS": parts, "BLOCK_R": block_r, "BLOCK_K": block_k}
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
@@ -54,8 +57,8 @@ def start_experts(
     """(sort_pairs(..), plan_lora(..), h), h[p, s] = scale[s] * A[s, slot, expert] x[p // K], in one launch.
 
     x [T, H], top_k_index [T, K], at most `MAX_COUNTED_PAIRS` pairs; see `sort_pairs`, `LoRASites`, `LoRAPlan`.
-    h [P, num_first_sites * max_rank] in x's dtype, accumulated and scaled in float32; elements beyond a pair's rank
-    are never written, without `shrink` none is. Deterministic; safe under graph capture.
+    h by pair as `empty_h` makes it, accumulated and scaled in float32; elements beyond a pair's rank are never
+    written, without `shrink` none is. Deterministic; safe under graph capture.
     """
     num_pairs, num_choices = top_k_index.numel(), top_k_index.shape[1]
     tables, hidden, num_sites = lora.tables, x.shape[1], len(lora.first)
@@ -63,22 +66,24 @@ def start_experts(
     plan = empty_plan(tables, num_sites + 1, num_pairs, hidden, inter)
     h = empty_h(x, num_pairs, num_sites, lora.max_rank)
     padded, chunk = count_sizes(num_pairs)
-    sizes = pair_sizes(num_pairs, hidden, lora.max_rank)
+    together = math.gcd(num_choices, 1 if num_pairs <= 16 else 4)
+    sizes = pair_sizes(num_pairs, hidden, lora.max_rank, together)
     sizes["PARTS"] *= shrink
-    start_kernel[(triton.cdiv(padded, 128) + padded // chunk + 1 + num_pairs * num_sites * sizes["PARTS"],)](
+    start_kernel[(padded // chunk + 1 + num_pairs // together * num_sites * sizes["PARTS"],)](
         top_k_index,
         lora.token_slots,
-        *order_tensors(order),
+        order.tensors,
         num_pairs,
         num_experts,
         x,
         h,
         tables.data,
-        *table_arguments(tables),
-        *plan_arguments(plan),
+        tables.tensors,
+        tables.num_slots,
+        plan.tensors,
         *site_arguments(lora.sites),
         h.stride(0),
-        lora.max_rank,
+        h.stride(1),
         NUM_CHOICES=num_choices,
         EXPERTS=triton.next_power_of_2(num_experts),
         PAIRS=padded,
@@ -88,6 +93,7 @@ def start_experts(
         HIDDEN=hidden,
         INTER=inter,
         SITES=num_sites + 1,
+        TOGETHER=together,
         **sizes,
         HAS_SHARED=tables.shared is not None,
         UNIT=plan.unit,
@@ -97,24 +103,24 @@ def start_experts(
     return order, plan, h
 
 
-def shrink_pairs(x: Tensor, plan: LoRAPlan, max_rank: int, pdl: bool = False) -> Tensor:
+def shrink_pairs(x: Tensor, order: PairOrder, plan: LoRAPlan, max_rank: int, pdl: bool = False) -> Tensor:
     """h[p, s] = scale[s, p] * A[s, p] x_p, one program for each pair and few rank rows: for few rows.
 
-    x [T, in] or [P, in] (one row for each pair); the plan has one or two sites. The rest as in `start_experts`.
+    x [T, in] or [P, in] by pair; the plan of `order` has one or two sites. The rest as in `start_experts`.
     """
-    num_sites, num_pairs = plan.rank.shape
+    num_sites, num_pairs = plan.tensors.rank.shape
     h = empty_h(x, num_pairs, num_sites, max_rank)
     sizes = pair_sizes(num_pairs, x.shape[1], max_rank)
     shrink_pairs_kernel[(num_pairs, num_sites * sizes["PARTS"])](
         x,
         h,
         plan.data,
-        plan.rank,
-        plan.a,
-        plan.scale,
+        order.tensors.pairs,
+        order.tensors.counts,
+        plan.tensors,
         num_pairs,
         h.stride(0),
-        max_rank,
+        h.stride(1),
         K=x.shape[1],
         ROWS_PER_X=num_pairs // x.shape[0],
         SITES=num_sites,
@@ -141,9 +147,9 @@ def shrink_groups(
     """h[p, s] = scale[s, p] * A[s, p] x_p by tensor cores, `order.group_m` rows of one A at a time.
 
     x [T, in] or [P, in] by pair; with `sorted_rows` h is in sorted order, and so is x where it has P rows.
-    The rest as in `shrink_pairs`.
+    Whole steps of ranks are written, zero past the rank. The rest as in `shrink_pairs`.
     """
-    num_sites, num_pairs = plan.rank.shape
+    num_sites, num_pairs = plan.tensors.rank.shape
     h = empty_h(x, num_pairs, num_sites, max_rank)
     block_r = rank_block(max_rank)
     few = order.positions is None
@@ -153,18 +159,13 @@ def shrink_groups(
     block_k = block_k or (256 if block_r == 16 else 128)
     shrink_groups_kernel[(order.max_groups, parts * (1 + split))](
         x,
-        order.pairs,
-        order.group_start,
-        order.group_end,
-        order.counts,
+        order.tensors,
         h,
         plan.data,
-        plan.rank,
-        plan.a,
-        plan.scale,
+        plan.tensors,
         num_pairs,
         h.stride(0),
-        max_rank,
+        h.stride(1),
         K=x.shape[1],
         ROWS_PER_X=0 if by_pair and sorted_rows else num_pairs // x.shape[0],
         SORTED_H=sorted_rows,
@@ -213,21 +214,18 @@ def merged_experts_fused_moe_lora_add(
     if order is None:
         order = sort_pairs(top_k_index, token_slots, tables.num_slots, num_experts, 16)
     width = y.shape[1] // len(sites)
-    plan = plan_lora(top_k_index, token_slots, tables, sites, num_experts, x.shape[1], width, ends_with_down=False)
+    plan = plan_lora(order, tables, sites, x.shape[1], width, ends_with_down=False)
     h = shrink_groups(x, order, plan, max_rank)
     block_n = min(128, max(16, triton.next_power_of_2(width)))
     for i in range(len(sites)):
         expand_groups_kernel[(order.max_groups, triton.cdiv(width, block_n))](
             y,
             y if top_k_weights is None else top_k_weights,
-            order.pairs,
-            order.group_start,
-            order.group_end,
-            order.counts,
-            h[:, i * max_rank :],
+            order.tensors,
+            h[:, i],
             plan.data,
-            plan.rank[i],
-            plan.b[i],
+            plan.tensors.rank[i],
+            plan.tensors.b[i],
             h.stride(0),
             i if interleaved else i * width,
             y.stride(0),

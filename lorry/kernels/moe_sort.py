@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,54 +17,49 @@ MAX_COUNTED_PAIRS = 2048
 _NO_KEY = tl.constexpr(0x7FFFFFFF)
 
 
-@dataclass(frozen=True)
-class PairOrder:
-    """Pair p is choice p % K of row p // K. All tensors int32 on the device; live lengths are in `counts`.
-
-    `pairs`, `slots` [P]: pair and slot (-1 base) at each sorted position; pairs of an expert outside
-    0..num_experts-1 have no position, and the positions they leave at the end are never written.
-    `run_end` [P]: where the run of equal (expert, slot) ends that holds the position.
-    `tile_expert`, `tile_start`, `tile_end` [max_tiles]: product tiles, `block_m` positions of one expert from
-    `tile_start`, those from `tile_end` on left out. `counts[0]` of them are live.
-    `group_start`, `group_end` [max_groups]: at most `group_m` positions of one expert and slot, base rows left out;
-    `counts[1]` are live, of which those with `group_start` -1 are empty.
-    `positions` [P]: position of each pair, -1 where it has none; None from the counting sort.
-    """
+class OrderTensors(NamedTuple):
+    """The tensors of a `PairOrder` that every sort fills, as kernels take them."""
 
     pairs: Tensor
     slots: Tensor
-    run_end: Tensor
     tile_expert: Tensor
     tile_start: Tensor
     tile_end: Tensor
     group_start: Tensor
     group_end: Tensor
     counts: Tensor
+
+
+@dataclass(frozen=True)
+class PairOrder:
+    """Pair p is choice p % K of row p // K. All tensors int32 on the device; live lengths are in `counts`.
+
+    `pairs`, `slots` [P]: pair and slot (-1 base) at each sorted position; pairs of an expert outside
+    0..num_experts-1 have no position, and the positions they leave at the end are never written.
+    `tile_expert`, `tile_start`, `tile_end` [max_tiles]: product tiles, `block_m` positions of one expert from
+    `tile_start`, those from `tile_end` on left out. `counts[0]` of them are live.
+    `group_start`, `group_end` [max_groups]: at most `group_m` positions of one expert and slot, base rows left out;
+    `counts[1]` are live, of which those with `group_start` -1 are empty. `counts[2]` positions are live.
+    `positions` [P]: position of each pair, -1 where it has none; None from the counting sort.
+    """
+
+    tensors: OrderTensors
     positions: Tensor | None
     num_experts: int
     block_m: int
     group_m: int
 
     @property
+    def num_pairs(self) -> int:
+        return self.tensors.pairs.numel()
+
+    @property
     def max_tiles(self) -> int:
-        return self.tile_expert.numel()
+        return self.tensors.tile_expert.numel()
 
     @property
     def max_groups(self) -> int:
-        return self.group_start.numel()
-
-
-ORDER_FIELDS = (
-    "pairs",
-    "slots",
-    "run_end",
-    "tile_expert",
-    "tile_start",
-    "tile_end",
-    "group_start",
-    "group_end",
-    "counts",
-)
+        return self.tensors.group_start.numel()
 
 
 @triton.jit
@@ -84,89 +80,94 @@ def load_pairs(experts_ptr, token_slots_ptr, pair, num_pairs, NUM_CHOICES: tl.co
 
 
 @triton.jit
-def count_smaller_keys(
+def place_pairs(
     program, experts_ptr, token_slots_ptr, order, num_pairs, num_experts, slot_stride, NUM_CHOICES: tl.constexpr,
-    HAS_SLOTS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, PAIRS: tl.constexpr, CHUNK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Program c < PAIRS // CHUNK places CHUNK pairs by counting the smaller keys; the last one lists the tiles."""
-    pairs_ptr, slots_ptr, run_end_ptr, tile_expert_ptr = order[0], order[1], order[2], order[3]
-    tile_start_ptr, tile_end_ptr, group_start_ptr, group_end_ptr = order[4], order[5], order[6], order[7]
-    counts_ptr = order[8]
+    """Place CHUNK pairs by counting the smaller keys: (position, expert, slot, whether it has a place) of each."""
     every = tl.arange(0, PAIRS)
     expert, slot, valid = load_pairs(experts_ptr, token_slots_ptr, every, num_pairs, NUM_CHOICES, HAS_SLOTS)
-    if program < PAIRS // CHUNK:
-        key = _pair_key(expert, slot, valid, num_experts, slot_stride)
-        own = program * CHUNK + tl.arange(0, CHUNK)
-        own_expert, own_slot, own_valid = load_pairs(
-            experts_ptr, token_slots_ptr, own, num_pairs, NUM_CHOICES, HAS_SLOTS
-        )
-        own_key = _pair_key(own_expert, own_slot, own_valid, num_experts, slot_stride)
-        equal = key[None, :] == own_key[:, None]
-        smaller = tl.sum((key[None, :] < own_key[:, None]).to(tl.int32), 1)
-        earlier = tl.sum((equal & (every[None, :] < own[:, None])).to(tl.int32), 1)
-        total = tl.sum(equal.to(tl.int32), 1)
-        at = smaller + earlier
-        stays = own_key != _NO_KEY
-        starts = (earlier % GROUP_M == 0) & (own_slot >= 0)
-        tl.store(pairs_ptr + at, own, mask=stays)
-        tl.store(slots_ptr + at, own_slot, mask=stays)
-        tl.store(run_end_ptr + at, smaller + total, mask=stays)
-        tl.store(group_start_ptr + at, tl.where(starts, at, -1), mask=stays)
-        tl.store(group_end_ptr + at, tl.minimum(smaller + total, at + GROUP_M), mask=stays)
-    else:
-        inside = valid & (expert >= 0) & (expert < num_experts)
-        each = tl.arange(0, EXPERTS)
-        count = tl.histogram(tl.where(inside, expert, 0), EXPERTS, mask=inside)
-        end = tl.cumsum(count, 0)
-        _list_tiles(each, end - count, end, 0, tile_expert_ptr, tile_start_ptr, tile_end_ptr, BLOCK_M)
-        tl.store(counts_ptr, tl.sum((count + BLOCK_M - 1) // BLOCK_M, 0))
-        tl.store(counts_ptr + 1, tl.sum(count, 0))
+    key = _pair_key(expert, slot, valid, num_experts, slot_stride)
+    own = program * CHUNK + tl.arange(0, CHUNK)
+    own_expert, own_slot, own_valid = load_pairs(experts_ptr, token_slots_ptr, own, num_pairs, NUM_CHOICES, HAS_SLOTS)
+    own_key = _pair_key(own_expert, own_slot, own_valid, num_experts, slot_stride)
+    equal = key[None, :] == own_key[:, None]
+    smaller = tl.sum((key[None, :] < own_key[:, None]).to(tl.int32), 1)
+    earlier = tl.sum((equal & (every[None, :] < own[:, None])).to(tl.int32), 1)
+    total = tl.sum(equal.to(tl.int32), 1)
+    at = smaller + earlier
+    stays = own_key != _NO_KEY
+    starts = (earlier % GROUP_M == 0) & (own_slot >= 0)
+    tl.store(order.pairs + at, own, mask=stays)
+    tl.store(order.slots + at, own_slot, mask=stays)
+    tl.store(order.group_start + at, tl.where(starts, at, -1), mask=stays)
+    tl.store(order.group_end + at, tl.minimum(smaller + total, at + GROUP_M), mask=stays)
+    return at, own_expert, own_slot, stays
 
 
 @triton.jit
-def _list_tiles(expert, start, end, first, tile_expert_ptr, tile_start_ptr, tile_end_ptr, BLOCK_M: tl.constexpr):
+def count_tiles(experts_ptr, order, num_pairs, num_experts, EXPERTS: tl.constexpr, PAIRS: tl.constexpr,
+                BLOCK_M: tl.constexpr):  # fmt: skip
+    """List the product tiles of all experts; one program."""
+    pair = tl.arange(0, PAIRS)
+    expert = tl.load(experts_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+    inside = (expert >= 0) & (expert < num_experts)
+    count = tl.histogram(tl.where(inside, expert, 0), EXPERTS, mask=inside)
+    end = tl.cumsum(count, 0)
+    _list_tiles(tl.arange(0, EXPERTS), end - count, end, 0, order, BLOCK_M)
+    tl.store(order.counts, tl.sum((count + BLOCK_M - 1) // BLOCK_M, 0))
+    tl.store(order.counts + 1, tl.sum(count, 0))
+    tl.store(order.counts + 2, tl.sum(count, 0))
+
+
+@triton.jit
+def _list_tiles(expert, start, end, first, order, BLOCK_M: tl.constexpr):
     tiles = (end - start + BLOCK_M - 1) // BLOCK_M
     at = first + tl.cumsum(tiles, 0) - tiles
     for i in range(0, tl.max(tiles, 0)):
         live = i < tiles
-        tl.store(tile_expert_ptr + at + i, expert, mask=live)
-        tl.store(tile_start_ptr + at + i, start + i * BLOCK_M, mask=live)
-        tl.store(tile_end_ptr + at + i, end, mask=live)
+        tl.store(order.tile_expert + at + i, expert, mask=live)
+        tl.store(order.tile_start + at + i, start + i * BLOCK_M, mask=live)
+        tl.store(order.tile_end + at + i, end, mask=live)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_experts", "slot_stride"])
 def _count_kernel(
-    experts_ptr, token_slots_ptr, pairs_ptr, slots_ptr, run_end_ptr, tile_expert_ptr, tile_start_ptr, tile_end_ptr,
-    group_start_ptr, group_end_ptr, counts_ptr, num_pairs, num_experts,
-    slot_stride, NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, PDL: tl.constexpr,
+    experts_ptr, token_slots_ptr, order, num_pairs, num_experts, slot_stride, NUM_CHOICES: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
+    GROUP_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    order = (pairs_ptr, slots_ptr, run_end_ptr, tile_expert_ptr, tile_start_ptr, tile_end_ptr,
-             group_start_ptr, group_end_ptr, counts_ptr)  # fmt: skip
-    count_smaller_keys(tl.program_id(0), experts_ptr, token_slots_ptr, order, num_pairs, num_experts, slot_stride,
-                       NUM_CHOICES, HAS_SLOTS, EXPERTS, PAIRS, CHUNK, BLOCK_M, GROUP_M)  # fmt: skip
+    if tl.program_id(0) < PAIRS // CHUNK:
+        place_pairs(tl.program_id(0), experts_ptr, token_slots_ptr, order, num_pairs, num_experts, slot_stride,
+                    NUM_CHOICES, HAS_SLOTS, PAIRS, CHUNK, GROUP_M)  # fmt: skip
+    else:
+        count_tiles(experts_ptr, order, num_pairs, num_experts, EXPERTS, PAIRS, BLOCK_M)
+
+
+@triton.jit
+def _spread(pair, slot, SPREAD: tl.constexpr):
+    """Where there are no slots, pairs are counted as if of several: fewer of them wait for one counter."""
+    return slot if SPREAD == 1 else pair // 512 % SPREAD - 1
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_experts", "slot_stride"])
 def _histogram_kernel(
     experts_ptr, token_slots_ptr, key_count_ptr, rank_ptr, num_pairs, num_experts, slot_stride,
-    NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, SPREAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert, slot, valid = load_pairs(experts_ptr, token_slots_ptr, pair, num_pairs, NUM_CHOICES, HAS_SLOTS)
-    key = _pair_key(expert, slot, valid, num_experts, slot_stride)
+    key = _pair_key(expert, _spread(pair, slot, SPREAD), valid, num_experts, slot_stride)
     stays = key != _NO_KEY
     tl.store(rank_ptr + pair, tl.atomic_add(key_count_ptr + key, 1, mask=stays), mask=stays)
 
 
 @triton.jit(do_not_specialize=["num_experts", "slot_stride"])
 def _scan_kernel(
-    key_count_ptr, key_start_ptr, tile_expert_ptr, tile_start_ptr, tile_end_ptr, group_start_ptr, group_end_ptr,
-    counts_ptr, num_experts, slot_stride, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr,
+    key_count_ptr, key_start_ptr, order, num_experts, slot_stride, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, HAS_SLOTS: tl.constexpr,
 ):  # fmt: skip
     """One program; EXPERTS experts at a time, each with SLOTS >= slot_stride keys."""
     position = 0
@@ -181,47 +182,36 @@ def _scan_kernel(
         end = position + tl.cumsum(count, 0)
         start = end - count
         tl.store(key_start_ptr + expert * slot_stride + key_slot, start, mask=live)
-        groups = tl.where(key_slot > 0, (count + GROUP_M - 1) // GROUP_M, 0)
+        groups = tl.where(HAS_SLOTS & (key_slot > 0), (count + GROUP_M - 1) // GROUP_M, 0)
         at = num_groups + tl.cumsum(groups, 0) - groups
         for i in range(0, tl.max(groups, 0)):
             own = i < groups
-            tl.store(group_start_ptr + at + i, start + i * GROUP_M, mask=own)
-            tl.store(group_end_ptr + at + i, tl.minimum(start + i * GROUP_M + GROUP_M, end), mask=own)
+            tl.store(order.group_start + at + i, start + i * GROUP_M, mask=own)
+            tl.store(order.group_end + at + i, tl.minimum(start + i * GROUP_M + GROUP_M, end), mask=own)
         num_groups += tl.sum(groups, 0)
         per_expert = tl.sum(tl.reshape(count, (EXPERTS, SLOTS)), 1)
         expert_end = position + tl.cumsum(per_expert, 0)
         each = first + tl.arange(0, EXPERTS)
-        _list_tiles(
-            each,
-            expert_end - per_expert,
-            expert_end,
-            num_tiles,
-            tile_expert_ptr,
-            tile_start_ptr,
-            tile_end_ptr,
-            BLOCK_M,
-        )
+        _list_tiles(each, expert_end - per_expert, expert_end, num_tiles, order, BLOCK_M)
         num_tiles += tl.sum((per_expert + BLOCK_M - 1) // BLOCK_M, 0)
         position += tl.sum(count, 0)
-    tl.store(counts_ptr, num_tiles)
-    tl.store(counts_ptr + 1, num_groups)
+    tl.store(order.counts, num_tiles)
+    tl.store(order.counts + 1, num_groups)
+    tl.store(order.counts + 2, position)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_experts", "slot_stride"])
 def _scatter_kernel(
-    experts_ptr, token_slots_ptr, key_start_ptr, key_count_ptr, rank_ptr, pairs_ptr, slots_ptr, run_end_ptr,
-    positions_ptr, num_pairs,
-    num_experts, slot_stride, NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    experts_ptr, token_slots_ptr, key_start_ptr, rank_ptr, order, positions_ptr, num_pairs, num_experts, slot_stride,
+    NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, SPREAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert, slot, valid = load_pairs(experts_ptr, token_slots_ptr, pair, num_pairs, NUM_CHOICES, HAS_SLOTS)
-    key = _pair_key(expert, slot, valid, num_experts, slot_stride)
+    key = _pair_key(expert, _spread(pair, slot, SPREAD), valid, num_experts, slot_stride)
     stays = key != _NO_KEY
-    start = tl.load(key_start_ptr + key, mask=stays, other=0)
-    at = start + tl.load(rank_ptr + pair, mask=stays, other=0)
-    tl.store(run_end_ptr + at, start + tl.load(key_count_ptr + key, mask=stays, other=0), mask=stays)
-    tl.store(pairs_ptr + at, pair, mask=stays)
-    tl.store(slots_ptr + at, slot, mask=stays)
+    at = tl.load(key_start_ptr + key, mask=stays, other=0) + tl.load(rank_ptr + pair, mask=stays, other=0)
+    tl.store(order.pairs + at, pair, mask=stays)
+    tl.store(order.slots + at, slot, mask=stays)
     tl.store(positions_ptr + pair, tl.where(stays, at, -1), mask=valid)
 
 
@@ -237,16 +227,12 @@ def empty_order(
     num_pairs = top_k_index.numel()
     max_tiles = max_product_tiles(num_pairs, num_experts, block_m)
     max_groups = num_pairs if counted else num_pairs // group_m + min(num_pairs, num_experts * num_slots)
-    sizes = [num_pairs, num_pairs, num_pairs, max_tiles, max_tiles, max_tiles, *[max(1, max_groups)] * 2, 2]
-    tensors = [torch.empty(size, dtype=torch.int32, device=top_k_index.device) for size in sizes]
-    positions = None if counted else torch.empty_like(tensors[0])
-    fields = dict(zip(ORDER_FIELDS, tensors, strict=True))
-    return PairOrder(**fields, positions=positions, num_experts=num_experts, block_m=block_m, group_m=group_m)
-
-
-def order_tensors(order: PairOrder) -> tuple[Tensor, ...]:
-    """Its tensors, in the order in which kernels take them."""
-    return tuple(getattr(order, name) for name in ORDER_FIELDS)
+    if not counted:  # products walk whole groups of tiles there, and read before they know how many are live
+        max_tiles = triton.cdiv(max_tiles, 16) * 16
+    sizes = [num_pairs, num_pairs, max_tiles, max_tiles, max_tiles, *[max(1, max_groups)] * 2, 3]
+    tensors = OrderTensors(*(torch.empty(size, dtype=torch.int32, device=top_k_index.device) for size in sizes))
+    positions = None if counted else torch.empty_like(tensors.pairs)
+    return PairOrder(tensors, positions, num_experts, block_m, group_m)
 
 
 def count_sizes(num_pairs: int) -> tuple[int, int]:
@@ -287,7 +273,7 @@ def sort_pairs(
         _count_kernel[(padded // chunk + 1,)](
             top_k_index,
             slots,
-            *order_tensors(order),
+            order.tensors,
             num_pairs,
             num_experts,
             slot_stride,
@@ -306,43 +292,30 @@ def sort_pairs(
 
 
 def _sort_by_histogram(
-    order: PairOrder, top_k_index: Tensor, slots: Tensor, slot_stride: int, common: Mapping[str, object]
+    order: PairOrder, top_k_index: Tensor, slots: Tensor, slot_stride: int, common: Mapping[str, bool | int]
 ) -> None:
     num_pairs, num_experts = top_k_index.numel(), order.num_experts
-    device = top_k_index.device
-    key_count = torch.zeros(num_experts * slot_stride, dtype=torch.int32, device=device)
-    key_start = torch.empty_like(key_count)
-    rank = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    spread = 1 if common["HAS_SLOTS"] else 8
+    slot_stride = max(slot_stride, spread)
+    key_count = torch.zeros(num_experts * slot_stride, dtype=torch.int32, device=top_k_index.device)
+    key_start, rank = torch.empty_like(key_count), torch.empty_like(order.tensors.pairs)
     grid = (triton.cdiv(num_pairs, 512),)
     sizes = (num_pairs, num_experts, slot_stride)
-    _histogram_kernel[grid](top_k_index, slots, key_count, rank, *sizes, **common, BLOCK=512, num_warps=4)
+    options = {**common, "SPREAD": spread, "BLOCK": 512, "num_warps": 4}
+    _histogram_kernel[grid](top_k_index, slots, key_count, rank, *sizes, **options)
     keys_per_expert = triton.next_power_of_2(slot_stride)
     experts_at_once = max(1, min(triton.next_power_of_2(num_experts), 4096 // keys_per_expert))
-    keys_at_once = experts_at_once * keys_per_expert
     _scan_kernel[(1,)](
         key_count,
         key_start,
-        *order_tensors(order)[3:],
+        order.tensors,
         num_experts,
         slot_stride,
         EXPERTS=experts_at_once,
         SLOTS=keys_per_expert,
         BLOCK_M=order.block_m,
         GROUP_M=order.group_m,
-        num_warps=4 if keys_at_once <= 512 else 16,
+        HAS_SLOTS=common["HAS_SLOTS"],
+        num_warps=4 if experts_at_once * keys_per_expert <= 512 else 16,
     )
-    _scatter_kernel[grid](
-        top_k_index,
-        slots,
-        key_start,
-        key_count,
-        rank,
-        order.pairs,
-        order.slots,
-        order.run_end,
-        order.positions,
-        *sizes,
-        **common,
-        BLOCK=512,
-        num_warps=4,
-    )
+    _scatter_kernel[grid](top_k_index, slots, key_start, rank, order.tensors, order.positions, *sizes, **options)

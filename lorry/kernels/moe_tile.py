@@ -89,7 +89,7 @@ def _expand_step(acc, b, h_ptr, h_offset, number, rank, group, rank_start, GROUP
         mine = along(number, SWAP) == along(group + flat // BLOCK_R, 1 - SWAP)
     mine = mine & (along(row, 1 - SWAP) < along(rank, SWAP))
     h = tl.load(h_ptr + (along(h_offset, SWAP) + along(row, 1 - SWAP)), mask=mine, other=0.0)
-    return dot(h.to(b.dtype), b, acc, SWAP, PRECISION)
+    return dot(h, b.to(h.dtype), acc, SWAP, PRECISION)
 
 
 @triton.jit
@@ -119,20 +119,8 @@ def expand(acc, other, b, other_b, data_ptr, h_ptr, h_offset, max_rank, number, 
         b = next_b
         if SITES == 2:
             if TWO:
-                other = _expand_step(
-                    other,
-                    other_b,
-                    h_ptr + max_rank,
-                    h_offset,
-                    number,
-                    other_rank,
-                    group,
-                    start,
-                    GROUP,
-                    BLOCK_R,
-                    SWAP,
-                    PRECISION,
-                )
+                other = _expand_step(other, other_b, h_ptr + max_rank, h_offset, number, other_rank, group, start,
+                                     GROUP, BLOCK_R, SWAP, PRECISION)  # fmt: skip
             else:
                 acc = _expand_step(acc, other_b, h_ptr + max_rank, h_offset, number, other_rank, group, start, GROUP,
                                    BLOCK_R, SWAP, PRECISION)  # fmt: skip
@@ -143,34 +131,28 @@ def expand(acc, other, b, other_b, data_ptr, h_ptr, h_offset, max_rank, number, 
 
 
 @triton.jit
-def expand_runs(acc, other, data_ptr, h_ptr, h_offset, max_rank, pairs_ptr, run_end_ptr, rank_ptr, b_ptr, num_pairs,
-                position, first, stop, width, column, inside, other_inside, SITES: tl.constexpr, TWO: tl.constexpr,
-                BLOCK_R: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """`expand` for large tiles, positions first .. stop - 1: run by run of equal slots, all indices scalars."""
-    start = first
-    while start < stop:
-        one = tl.load(pairs_ptr + start)
-        run_end = tl.load(run_end_ptr + start)
-        mine = (position >= start) & (position < run_end)
-        rank, b_at = tl.load(rank_ptr + one), tl.load(b_ptr + one)
-        largest = rank
-        if SITES == 2:
-            other_rank, other_at = tl.load(rank_ptr + num_pairs + one), tl.load(b_ptr + num_pairs + one)
-            largest = tl.maximum(rank, other_rank)
-        for rank_start in range(0, largest, BLOCK_R):
-            row = rank_start + tl.arange(0, BLOCK_R)
-            at = (row * width)[:, None] + column[None, :]
-            h_at = h_offset[:, None] + row[None, :]
-            b = tl.load(data_ptr + b_at * UNIT + at, mask=(row < rank)[:, None] & inside[None, :], other=0.0)
-            h = tl.load(h_ptr + h_at, mask=mine[:, None] & (row < rank)[None, :], other=0.0)
-            acc = dot(h, b, acc, False, PRECISION)
-            if SITES == 2:
-                mask = (row < other_rank)[:, None] & other_inside[None, :]
-                b = tl.load(data_ptr + other_at * UNIT + at, mask=mask, other=0.0)
-                h = tl.load(h_ptr + max_rank + h_at, mask=mine[:, None] & (row < other_rank)[None, :], other=0.0)
-                if TWO:
-                    other = dot(h, b, other, False, PRECISION)
-                else:
-                    acc = dot(h, b, acc, False, PRECISION)
-        start = run_end
-    return acc, other
+def load_blocks(data_ptr, blocks, first, step, count, width, column, STACK: tl.constexpr, UNIT: tl.constexpr):
+    """[STACK * 16, columns]: B of blocks step .. + STACK of the list at `first` (see `TileBlocks`), else zero."""
+    flat = tl.arange(0, STACK * 16)
+    block = step + flat // 16
+    exists = block < count
+    rows = tl.load(blocks.rows + first + block, mask=exists, other=0)
+    b = tl.load(blocks.b + first + block, mask=exists, other=0)
+    start = data_ptr + (b * UNIT + flat % 16 * width)[:, None]
+    return tl.load(start + column[None, :], mask=(flat % 16 < rows)[:, None] & (column < width)[None, :], other=0.0)
+
+
+@triton.jit
+def expand_blocks(acc, b, blocks, first, step, count, slot, h_row, STACK: tl.constexpr, PRECISION: tl.constexpr):
+    """acc += h b over the blocks of one step: as many runs of equal slots in one product as there are blocks.
+
+    `slot` and `h_row` by row of the tile; h is zero where a row is of another slot than a block.
+    """
+    flat = tl.arange(0, STACK * 16)
+    block = step + flat // 16
+    exists = block < count
+    owner = tl.max_constancy(tl.load(blocks.slot + first + block, mask=exists, other=-2), 16)
+    row = tl.load(blocks.row + first + block, mask=exists, other=0)
+    row = tl.multiple_of(tl.max_constancy(row, 16), 16)
+    h = tl.load(h_row[:, None] + (row + flat % 16)[None, :], mask=slot[:, None] == owner[None, :], other=0.0)
+    return tl.dot(h, b.to(h.dtype), acc, input_precision=PRECISION)

@@ -93,7 +93,7 @@ class Tile:
 @dataclass(frozen=True)
 class PrefillTile:
     """`block_n` columns of W (gate and up together); `persistent` 0: one program a tile, 1: one program an SM that
-    walks the tiles, 2: the same with both loops flattened (base tiles only)."""
+    walks the tiles, 2: the same with both loops flattened; `ahead` loads the first B before the main loop."""
 
     block_m: int = 128
     block_n: int = 256
@@ -101,6 +101,7 @@ class PrefillTile:
     num_warps: int = 8
     num_stages: int = 3
     persistent: int = 2
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,10 @@ class PrefillPlan:
     """Tiles of the two products, without and with LoRA; a shrink program takes `group_m` rows of one A, in steps of
     `shrink_k`."""
 
-    first: PrefillTile = PrefillTile()
+    first: PrefillTile = PrefillTile(num_stages=4, persistent=0)
     second: PrefillTile = PrefillTile()
     first_lora: PrefillTile = PrefillTile(persistent=0)
-    second_lora: PrefillTile = PrefillTile(persistent=0)
+    second_lora: PrefillTile = PrefillTile(num_stages=4, persistent=0, ahead=True)
     group_m: int = 64
     shrink_k: int = 64
     shrink_warps: int = 4

@@ -197,14 +197,16 @@ def test_sort_pairs(counted: bool):
     draw = torch.Generator().manual_seed(1)
     index = torch.randint(-1, 6, (23, 3), generator=draw).to(DEVICE)
     slots = torch.randint(-1, 3, (23,), generator=draw).to(DEVICE, torch.int32)
-    order = sort_pairs(index, slots, 3, 5, block_m=4, group_m=2, counted=counted)
+    found = sort_pairs(index, slots, 3, 5, block_m=4, group_m=2, counted=counted)
+    order = found.tensors
     experts, pair_slots = index.flatten().tolist(), slots.repeat_interleave(3).tolist()
     expected = sorted((e, pair_slots[p], p) for p, e in enumerate(experts) if 0 <= e < 5)
     live = [(experts[p], pair_slots[p], p) for p in order.pairs[: len(expected)].tolist()]
     assert sorted(live) == expected
     assert [key[:2] for key in live] == [key[:2] for key in expected]
     assert order.slots[: len(expected)].tolist() == [slot for _, slot, _ in live]
-    num_tiles, num_groups = order.counts.tolist()
+    num_tiles, num_groups, num_positions = order.counts.tolist()
+    assert num_positions == len(live)
     tiled = [
         (e, p)
         for e, s, stop in zip(
@@ -219,11 +221,9 @@ def test_sort_pairs(counted: bool):
     assert all(len({live[i][:2] for i in range(*span)}) == 1 for span in spans)
     grouped = [i for span in spans for i in range(*span)]
     assert sorted(grouped) == [i for i, (_, slot, _) in enumerate(live) if slot >= 0]
-    keys = [key[:2] for key in live]
-    assert order.run_end[: len(live)].tolist() == [len(keys) - keys[::-1].index(key) for key in keys]
-    if order.positions is not None:
+    if found.positions is not None:
         where = {p: i for i, (_, _, p) in enumerate(live)}
-        assert order.positions.tolist() == [where.get(p, -1) for p in range(len(experts))]
+        assert found.positions.tolist() == [where.get(p, -1) for p in range(len(experts))]
 
 
 @pytest.mark.parametrize("mix", MIXES)
