@@ -8,10 +8,10 @@ demo: .venv-demo/ready  ## install, prepare the embedded model with its adapters
 	.venv-demo/bin/lorry demo $(ARGS)
 
 test: .venv-test/ready  ## install, run all tests
-	.venv-test/bin/python -m pytest $(ARGS)
+	.venv-test/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 quick: .venv-test/ready  ## the tests that need neither the embedded model nor minutes
-	.venv-test/bin/python -m pytest -m "not slow" $(ARGS)
+	.venv-test/bin/python -m pytest --numprocesses 2 --dist loadfile -m "not slow" $(ARGS)
 
 lint: .venv-test/ready  ## style and types
 	.venv-test/bin/ruff check .

@@ -21,6 +21,10 @@ SPLIT_UNIT = 32 if INTERPRETED else 128
 """Parts of the K axis are multiples of this, whatever the tiles: a multiple of every `shrink_k`."""
 
 
+FULL_GRID = 100
+"""So many programs keep a GPU busy: fewer are cut along the K axis, at the price of partial sums."""
+
+
 @dataclass(frozen=True)
 class LoRATables:
     """Where adapters' weights are; a row of the tables is a site, a column a slot.
@@ -60,16 +64,18 @@ class DenseConfig:
     `joined`: one program for all slices, which reads x once. `rank_programs` share the rank rows of a slice.
     """
 
-    block_m: int
     splits: int
     serial: bool
     joined: bool
     rank_programs: int
+    shrink_m: int
     shrink_r: int
     shrink_k: int
     shrink_warps: int
     shrink_stages: int
+    expand_m: int
     expand_n: int
+    expand_r: int
     expand_warps: int
 
     @property
@@ -84,17 +90,19 @@ def supports_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def choose_config(max_len: int, in_features: int, max_rank: int) -> DenseConfig:
-    """Tiles for a capacity. What orders a sum depends on the shape of the weights alone, never on the batch."""
+def choose_config(max_len: int, in_features: int, max_rank: int, num_segments: int = 1) -> DenseConfig:
+    """Tiles for a capacity, measured on an H200. What orders a sum depends on the shape of the weights alone."""
     rank_programs = min(4, -(-max_rank // 16))
     if INTERPRETED:
-        return DenseConfig(16, 2, max_len > 8, max_len > 16, min(2, rank_programs), 16, 32, 4, 2, 64, 4)
-    block_m = min(128, max(16, 1 << (max_len - 1).bit_length()))
+        rank_programs = min(2, rank_programs)
+        return DenseConfig(2, max_len > 8, max_len > 16, rank_programs, 16, 16, 32, 4, 2, 16, 64, 16, 4)
     splits = 1 if in_features < 1024 else 4 if in_features < 8192 else 8
-    if block_m <= 32:
-        return DenseConfig(block_m, splits, False, False, rank_programs, 16, 128, 4, 4, 128, 4)
-    serial = block_m > 64  # else too few programs
-    return DenseConfig(block_m, splits, serial, True, rank_programs, 16, 64, 4, 3 if serial else 4, 128, 4)
+    rows = min(64, max(16, 1 << (max_len - 1).bit_length()))
+    if rows <= 32:
+        expand_r = 64 if rows == 16 else 16
+        return DenseConfig(splits, False, False, rank_programs, rows, 16, 128, 4, 4, rows, 128, expand_r, 4)
+    serial = num_segments * -(-max_len // 64) >= FULL_GRID
+    return DenseConfig(splits, serial, True, rank_programs, 64, 16, 128, 4, 3, 32, 128, 16, 4)
 
 
 def lora_shrink(
@@ -117,18 +125,12 @@ def lora_shrink(
     rank_programs = min(config.rank_programs, -(-max_rank // config.shrink_r))
     grid = (
         segments.slots.shape[0],
-        -(-segments.max_len // config.block_m),
+        -(-segments.max_len // config.shrink_m),
         len(sites) // joined * rank_programs * config.num_parts,
     )
     shrink_kernel[grid](
-        h,
+        lora_pointers(h, tables, segments, segments.slots),
         x,
-        tables.data,
-        tables.a_offset,
-        tables.rank,
-        segments.indptr,
-        segments.slots,
-        segments.permutation if segments.permutation is not None else segments.slots,
         *three(sites),
         tables.rank.shape[1],
         x.shape[1],
@@ -143,11 +145,11 @@ def lora_shrink(
         SERIAL=config.serial,
         HAS_PERMUTATION=segments.permutation is not None,
         EVEN_K=x.shape[1] % config.shrink_k == 0,
-        PDL=pdl,
         SPLIT_UNIT=SPLIT_UNIT,
-        BLOCK_M=config.block_m,
+        BLOCK_M=config.shrink_m,
         BLOCK_R=config.shrink_r,
         BLOCK_K=config.shrink_k,
+        PDL=pdl,
         num_warps=config.shrink_warps,
         num_stages=config.shrink_stages,
         **launch_options(pdl),
@@ -178,33 +180,26 @@ def lora_expand(
     pdl = supports_pdl(y.device)
     grid = (
         segments.slots.shape[0],
-        -(-segments.max_len // config.block_m),
+        -(-segments.max_len // config.expand_m),
         sum(-(-width // config.expand_n) for width in widths),
     )
     expand_kernel[grid](
+        lora_pointers(h, tables, segments, segments.slots),
         y,
-        h,
-        tables.data,
-        tables.b_offset,
-        tables.rank,
-        tables.scale,
-        segments.indptr,
-        segments.slots,
-        segments.permutation if segments.permutation is not None else segments.slots,
         *three(sites),
-        *three(widths),
         tables.rank.shape[1],
+        *three(widths),
         y.stride(0),
         h.stride(0),
         h.stride(1),
         h.shape[2] // len(sites),
         PARTS=h.shape[0],
         HAS_PERMUTATION=segments.permutation is not None,
-        PDL=pdl,
-        BLOCK_M=config.block_m,
+        BLOCK_M=config.expand_m,
         BLOCK_N=config.expand_n,
         FIRST_R=16,
-        BLOCK_R=16 if INTERPRETED else 64,
+        BLOCK_R=config.expand_r,
+        PDL=pdl,
         num_warps=config.expand_warps,
         num_stages=1,
         **launch_options(pdl),
@@ -228,9 +223,16 @@ def add_lora(
     if x.shape[0] == 0 or segments.slots.shape[0] == 0:
         return
     if config is None:
-        config = choose_config(segments.max_len, x.shape[1], max_rank)
+        config = choose_config(segments.max_len, x.shape[1], max_rank, segments.slots.shape[0])
     h = lora_shrink(x, tables, sites, segments, max_rank, config)
     lora_expand(y, h, tables, sites, widths, segments, config)
+
+
+def lora_pointers(h: Tensor, tables: LoRATables, segments: Segments, token_slots: Tensor) -> tuple[Tensor, ...]:
+    """The tensors of LoRA as all kernels take them; those that read no `token_slots` may be given any."""
+    permutation = segments.slots if segments.permutation is None else segments.permutation
+    found = (tables.a_offset, tables.b_offset, tables.rank, tables.scale)
+    return (h, tables.data, *found, segments.indptr, segments.slots, permutation, token_slots)
 
 
 def three(values: tuple[int, ...]) -> tuple[int, int, int]:

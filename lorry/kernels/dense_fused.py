@@ -8,6 +8,7 @@ anyway: norm, rotary and KV write behind q, k, v (`norm_rotate_write`), add and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lorry.kernels.dense import (
     Segments,
     choose_config,
     launch_options,
+    lora_pointers,
     lora_shrink,
     supports_pdl,
     three,
@@ -26,10 +28,14 @@ from lorry.kernels.dense import (
 from lorry.kernels.dense_add_norm_kernels import add_norm_row_kernel, add_norm_tile_kernel
 from lorry.kernels.dense_fused_kernels import product_kernel, qkv_row_kernel, qkv_tile_kernel
 from lorry.kernels.dense_kernels import INTERPRETED
+from lorry.kernels.dense_tiles import BASE_TILES
 
 MAX_ROWS_BY_ROW = 16 if INTERPRETED else 256
 """Up to so many rows the expand of each row is its own program; above, that of tiles of a segment."""
 
+TILE_ELEMENTS = 256 if INTERPRETED else 8192
+"""What four warps of `add_and_norm` for many rows hold in registers: the same with LoRA and without, so that the
+squares of a row are summed in one order."""
 
 NARROW = 2560
 """Up to so many output features the product is cut into more parts of the K axis."""
@@ -71,6 +77,16 @@ class ProductConfig:
 
 
 @dataclass(frozen=True)
+class TileConfig:
+    """Tiles of `norm_rotate_write` for many rows: rows and heads of a program, and the most registers of a thread."""
+
+    block_m: int
+    heads: int
+    warps: int
+    registers: int | None
+
+
+@dataclass(frozen=True)
 class Heads:
     """What q, k and v become: heads, norm weights [D] or None, eps, and cos, sin [T, D] (the halves alike)."""
 
@@ -96,6 +112,14 @@ def choose_product(num_rows: int, out_features: int, dtype: torch.dtype) -> Prod
     return ProductConfig(block_m, 64, 128, 4, 4, 3 if not narrow else 5 if block_m == 16 else 4, 128)
 
 
+def choose_tiles(heads: Heads, lora: bool) -> TileConfig:
+    """Tiles measured on an H200 at Qwen3-30B-A3B's heads; the heads of a program are all of q, of k or of v."""
+    few = gcd(heads.num_q, heads.num_kv, 4)
+    if INTERPRETED:
+        return TileConfig(16, few, 4, None)
+    return TileConfig(32, few, 4, 128) if lora else TileConfig(32, 1, 4, None)
+
+
 def project(x: Tensor, weight: Tensor, lora: GroupLoRA | None) -> Projected:
     """x W^T and h by the way that is faster: our product for few rows, else torch's, with the shrink beside it.
 
@@ -105,7 +129,7 @@ def project(x: Tensor, weight: Tensor, lora: GroupLoRA | None) -> Projected:
     if INTERPRETED:
         ours = num_rows <= MAX_ROWS_BY_ROW
     else:
-        ours = num_rows <= 32 or (num_rows <= 128 and lora is not None and weight.shape[0] <= NARROW)
+        ours = num_rows <= 32 or (num_rows <= 128 and weight.shape[0] <= NARROW)
     return product_and_shrink(x, weight, lora) if ours else shrink_after(x, x @ weight.T, lora)
 
 
@@ -131,19 +155,17 @@ def product_and_shrink(
         h = torch.empty((splits, num_rows, len(lora.sites) * capacity), dtype=torch.float32, device=x.device)
         num_shrink = lora.segments.slots.shape[0] * len(lora.sites) * splits
     tiles = -(-num_rows // config.block_m) * -(-out_features // config.block_n) * config.splits
-    _launch(
-        product_kernel,
-        (num_shrink + tiles,),
-        _lora_arguments(lora, h, x),
-        parts_ptr=parts,
-        x_ptr=x,
-        weight_ptr=weight,
-        num_rows=num_rows,
-        in_features=in_features,
-        out_features=out_features,
-        x_stride=x.stride(0),
-        parts_stride=parts.stride(0),
-        num_shrink=num_shrink,
+    product_kernel[(num_shrink + tiles,)](
+        parts,
+        x,
+        weight,
+        num_rows,
+        in_features,
+        out_features,
+        x.stride(0),
+        parts.stride(0),
+        num_shrink,
+        **_lora_arguments(lora, h, parts),
         EVEN_K=in_features % max(config.block_k, config.shrink_k) == 0,
         SPLIT_UNIT=SPLIT_UNIT,
         SHRINK_M=16,
@@ -179,35 +201,24 @@ def norm_rotate_write(
     parts, num_rows, width = projected.parts, projected.parts.shape[1], keys.shape[2]
     assert parts.shape[2] == (heads.num_q + 2 * heads.num_kv) * width
     q = torch.empty((num_rows, heads.num_q * width), dtype=keys.dtype, device=keys.device)
-    arguments = _lora_arguments(lora, projected.h, parts)
-    common: dict[str, Any] = {
-        "q_ptr": q,
-        "keys_ptr": keys,
-        "values_ptr": values,
-        "parts_ptr": parts,
-        "cos_ptr": heads.cos,
-        "sin_ptr": heads.sin,
-        "q_norm_ptr": keys if heads.q_norm is None else heads.q_norm,
-        "k_norm_ptr": keys if heads.k_norm is None else heads.k_norm,
-        "eps": heads.eps,
-        "write_slots_ptr": write_slots,
-        "Q_HEADS": heads.num_q,
-        "KV_HEADS": heads.num_kv,
-        "HALF": width // 2,
-        "NORM": heads.q_norm is not None,
-        "BLOCK_R": 16,
-        "num_stages": 1,
-    }
+    pools = (q, keys, values)
+    norms = (keys if heads.q_norm is None else heads.q_norm, keys if heads.k_norm is None else heads.k_norm)
+    others = (heads.cos, heads.sin, *norms, heads.eps, write_slots)
+    sizes = {"Q_HEADS": heads.num_q, "KV_HEADS": heads.num_kv, "HALF": width // 2, "NORM": heads.q_norm is not None}
+    options = _lora_arguments(lora, projected.h, q) | sizes | {"BLOCK_R": 16, "num_stages": 1}
     num_heads = heads.num_q + 2 * heads.num_kv
     if num_rows <= MAX_ROWS_BY_ROW:
-        more = {"parts_stride": parts.stride(0), "PARTS": parts.shape[0], "num_warps": 1}
-        _launch(qkv_row_kernel, (num_heads, num_rows), arguments, **common, **more)
+        qkv_row_kernel[(num_heads, num_rows)](
+            *pools, parts, parts.stride(0), *others, **options, PARTS=parts.shape[0], num_warps=1
+        )
         return q
     assert parts.shape[0] == 1
-    block_m = 16 if INTERPRETED else 64
-    groups = -(-num_rows // block_m) + (0 if lora is None else lora.segments.slots.shape[0])
-    more = {"num_rows": num_rows, "BLOCK_M": block_m, "num_warps": 4}
-    _launch(qkv_tile_kernel, (num_heads, groups), arguments, **common, **more)
+    config = choose_tiles(heads, lora is not None)
+    grid = (num_heads // config.heads, *_tiles(num_rows, config.block_m, lora))
+    qkv_tile_kernel[grid](
+        *pools, parts, *others, num_rows, **options,
+        HEADS=config.heads, BLOCK_M=config.block_m, num_warps=config.warps, maxnreg=config.registers,
+    )  # fmt: skip
     return q
 
 
@@ -223,40 +234,21 @@ def add_and_norm(
     """
     parts, (num_rows, width) = projected.parts, residual.shape
     y = torch.empty_like(residual)
-    arguments = _lora_arguments(lora, projected.h, parts)
-    common = {"y_ptr": y, "residual_ptr": residual, "norm_ptr": weight, "eps": eps, "width": width}
+    options = _lora_arguments(lora, projected.h, y)
+    block_n = 1 << (width - 1).bit_length()
     if num_rows <= MAX_ROWS_BY_ROW:
-        block_n = 1 << (width - 1).bit_length()
-        _launch(
-            add_norm_row_kernel,
-            (num_rows,),
-            arguments,
-            **common,
-            parts_ptr=parts,
-            parts_stride=parts.stride(0),
-            PARTS=parts.shape[0],
-            BLOCK_N=block_n,
-            BLOCK_R=16,
-            num_warps=min(16, max(1, block_n // (128 if lora is None else 256))),
-        )
+        add_norm_row_kernel[(num_rows,)](
+            y, residual, parts, parts.stride(0), weight, eps, width, **options,
+            PARTS=parts.shape[0], BLOCK_N=block_n, BLOCK_R=16,
+            num_warps=min(16, max(1, block_n // 256)),
+        )  # fmt: skip
         return y
     assert parts.shape[0] == 1
-    block_m = 16
-    tiles = 1 if lora is None else -(-lora.segments.max_len // block_m)
-    row_groups = -(-num_rows // (tiles * block_m))
-    _launch(
-        add_norm_tile_kernel,
-        (row_groups + (0 if lora is None else lora.segments.slots.shape[0]), tiles),
-        arguments,
-        **common,
-        x_ptr=parts,
-        num_rows=num_rows,
-        BLOCK_M=block_m,
-        BLOCK_N=32 if INTERPRETED else 256,
-        BLOCK_R=16,
-        num_warps=4,
-        num_stages=1,
-    )
+    block_m = max(1, TILE_ELEMENTS // block_n)
+    add_norm_tile_kernel[_tiles(num_rows, block_m, lora)](
+        y, residual, parts, weight, eps, width, num_rows, **options,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=2, num_warps=4 * max(1, block_n // TILE_ELEMENTS),
+    )  # fmt: skip
     return y
 
 
@@ -264,59 +256,37 @@ def shrink_after(x: Tensor, y: Tensor, lora: GroupLoRA | None) -> Projected:
     """`Projected` of a product y = x W^T [T, out] that any library has computed: adds the shrink."""
     if lora is None:
         return Projected(y[None], None)
-    config = choose_config(lora.segments.max_len, x.shape[1], lora.max_rank)
-    h = lora_shrink(x, lora.tables, lora.sites, lora.segments, lora.max_rank, config)
-    return Projected(y[None], h)
+    segments = lora.segments
+    config = choose_config(segments.max_len, x.shape[1], lora.max_rank, segments.slots.shape[0])
+    return Projected(y[None], lora_shrink(x, lora.tables, lora.sites, segments, lora.max_rank, config))
 
 
-def _lora_arguments(lora: GroupLoRA | None, h: Tensor | None, unused: Tensor) -> dict[str, Any]:
-    """What all kernels here know about LoRA; without it, `unused` stands for every tensor."""
+def _tiles(num_rows: int, block_m: int, lora: GroupLoRA | None) -> tuple[int, int]:
+    """(tiles of a group, groups) of a kernel that works by `dense_tiles.tile_of_rows`."""
+    if lora is None:
+        return -(-num_rows // block_m), 1
+    tiles = -(-lora.segments.max_len // block_m)
+    return tiles, lora.segments.slots.shape[0] + -(-num_rows // (tiles * block_m * BASE_TILES))
+
+
+def _lora_arguments(lora: GroupLoRA | None, h: Tensor | None, result: Tensor) -> dict[str, Any]:
+    """What all kernels here are told of LoRA (without it `result` stands for every tensor), and of their launch."""
     assert (lora is None) == (h is None)
-    if lora is None or h is None:
-        tensors = (
-            "h",
-            "data",
-            "a_offset",
-            "b_offset",
-            "rank",
-            "scale",
-            "indptr",
-            "slots",
-            "permutation",
-            "token_slots",
-        )
-        numbers = ("num_segments", "site0", "site1", "site2", "num_slots", "h_split_stride", "h_stride", "max_rank")
-        flags = {"LORA": False, "H_PARTS": 1, "HAS_PERMUTATION": False}
-        return {f"{name}_ptr": unused for name in tensors} | dict.fromkeys(numbers, 0) | flags
-    site0, site1, site2 = three(lora.sites)
-    permutation = lora.segments.permutation
+    pdl = supports_pdl(result.device)
+    names = ("site0", "site1", "site2", "num_segments", "num_slots", "h_split_stride", "h_stride", "max_rank")
+    pointers: tuple[Tensor, ...] = (result,) * 10
+    numbers: tuple[int, ...] = (0,) * len(names)
+    if lora is not None and h is not None:
+        pointers = lora_pointers(h, lora.tables, lora.segments, lora.token_slots)
+        num_segments, num_slots = lora.segments.slots.shape[0], lora.tables.rank.shape[1]
+        max_rank = h.shape[2] // len(lora.sites)
+        numbers = (*three(lora.sites), num_segments, num_slots, h.stride(0), h.stride(1), max_rank)
     return {
-        "h_ptr": h,
-        "data_ptr": lora.tables.data,
-        "a_offset_ptr": lora.tables.a_offset,
-        "b_offset_ptr": lora.tables.b_offset,
-        "rank_ptr": lora.tables.rank,
-        "scale_ptr": lora.tables.scale,
-        "indptr_ptr": lora.segments.indptr,
-        "slots_ptr": lora.segments.slots,
-        "permutation_ptr": lora.segments.slots if permutation is None else permutation,
-        "token_slots_ptr": lora.token_slots,
-        "num_segments": lora.segments.slots.shape[0],
-        "site0": site0,
-        "site1": site1,
-        "site2": site2,
-        "num_slots": lora.tables.rank.shape[1],
-        "h_split_stride": h.stride(0),
-        "h_stride": h.stride(1),
-        "max_rank": h.shape[2] // len(lora.sites),
-        "LORA": True,
-        "H_PARTS": h.shape[0],
-        "HAS_PERMUTATION": permutation is not None,
+        "lora": pointers,
+        **dict(zip(names, numbers, strict=True)),
+        "LORA": lora is not None,
+        "H_PARTS": 1 if h is None else h.shape[0],
+        "HAS_PERMUTATION": lora is not None and lora.segments.permutation is not None,
+        "PDL": pdl,
+        **launch_options(pdl),
     }
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], lora_arguments: dict[str, Any], **arguments: Any) -> None:
-    """Launch with those of the LoRA arguments that the kernel has."""
-    pdl = supports_pdl(arguments["y_ptr" if "y_ptr" in arguments else "parts_ptr"].device)
-    shared = {name: value for name, value in lora_arguments.items() if name in kernel.arg_names}
-    kernel[grid](**shared, **arguments, PDL=pdl, **launch_options(pdl))

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -201,6 +203,16 @@ def test_chunks_hold_each_row_with_an_adapter_once():
                 seen += permutation[a:b].tolist()
             assert sorted(seen) == [row for row, slot in enumerate(expected) if slot >= 0]
             assert len(cut.weight_indices) <= world.backend._capacity(len(steps.slots), num_tokens)
+
+
+def test_the_kernels_load_nothing_of_the_engine():
+    code = """if True:
+        import sys
+        import lorry.kernels.dense, lorry.kernels.dense_fused
+        parts = {name.split(".")[1] for name in sys.modules if name.startswith("lorry.")}
+        assert parts.isdisjoint({"engine", "lora", "server", "models", "kv", "attention"}), parts
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_names_that_cannot_run_are_errors(monkeypatch: pytest.MonkeyPatch):

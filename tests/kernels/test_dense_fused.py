@@ -20,6 +20,7 @@ from lorry.kernels.dense import LoRATables, Segments
 from lorry.kernels.dense_fused import (
     GroupLoRA,
     Heads,
+    Projected,
     add_and_norm,
     norm_rotate_write,
     project,
@@ -147,6 +148,18 @@ def test_without_lora(rows: int):
     check(Layer(world, RequestRouting((rows,), (-1,)), True, False))
 
 
+@pytest.mark.parametrize("length", [1, 8, 20, 400] if CUDA else [1, 7])
+@pytest.mark.parametrize("name", ["csgmv", "triton"])
+def test_base_rows_keep_their_bits_whoever_is_beside_them(name: str, length: int):
+    """With adapters in the batch and in a step without LoRA, at every way of product and reader."""
+    world = make_world(name, (3, 18), DTYPE, SHAPES)
+    layer = Layer(world, RequestRouting((length,) * 5, (1, -1, 0, -1, 1)), True, True)
+    alone = Layer(world, RequestRouting((length,) * 5, (-1,) * 5), True, False)
+    base = torch.tensor([slot < 0 for slot in layer.slots], device=DEVICE)
+    for part, got, expected in zip(["q", "k", "v", "residual", "y"], layer.run(), alone.run(), strict=True):
+        assert torch.equal(got[base], expected[base]), part
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 @pytest.mark.parametrize("rows", [1, 8, 17, 32, 64, 128, 256, 2048])
@@ -154,3 +167,48 @@ def test_every_size(rows: int):
     world = make_world("csgmv", (8, 16, 5, 64, 33, 16, 1, 24), DTYPE, SHAPES)
     for mix in ("uniform", "skewed"):
         check(Layer(world, routing(mix, rows, 8, True, 1 if rows <= 128 else 100), True, True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [8, 128, 300])
+def test_no_step_synchronises(rows: int):
+    world = make_world("csgmv", (3, 16, 20), DTYPE, SHAPES)
+    layer = Layer(world, RequestRouting((1,) * rows, tuple(i % 4 - 1 for i in range(rows))), True, True)
+    expected = layer.run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = layer.run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [20, 300], ids=["by_row", "by_tile"])
+def test_h_may_be_more_than_float16_holds(rows: int):
+    world = make_world("csgmv", (20,), torch.float16, SHAPES)
+    group, steps = world.groups[0], RequestRouting((rows,), (0,))
+    for site in group.sites:
+        world.arena.data[world.arena.b_offset[site, 0] :][: 20 * max(group.widths)].mul_(2.0**-10)
+    info, arena = world.backend.prepare_lora_batch(steps), world.arena
+    lora = GroupLoRA(
+        LoRATables(arena.data, arena.a_offset, arena.b_offset, arena.rank, arena.scale),
+        group.sites,
+        Segments(info.seg_indptr, info.weight_indices, info.permutation, info.max_seg_len),
+        info.token_slots,
+        info.max_rank,
+    )
+    h = torch.randn(1, rows, 3 * 32, device=DEVICE) * 2.0**16
+    parts = torch.zeros(1, rows, sum(group.widths), dtype=torch.float16, device=DEVICE)
+    ones, zeros = torch.ones(rows, WIDTH, device=DEVICE).half(), torch.zeros(rows, WIDTH, device=DEVICE).half()
+    keys, values = (torch.zeros(rows, NUM_KV, WIDTH, device=DEVICE).half() for _ in "kv")
+    heads = Heads(NUM_Q, NUM_KV, None, None, EPS, ones, zeros)
+    q = norm_rotate_write(Projected(parts, h), lora, heads, keys, values, torch.arange(rows, device=DEVICE))
+    for i, (site, got) in enumerate(zip(group.sites, (q, keys.flatten(1), values.flatten(1)), strict=True)):
+        rank, width, start = int(arena.rank[site, 0]), group.widths[i], int(arena.b_offset[site, 0])
+        b = arena.data[start : start + rank * width].view(rank, width).float()
+        expected = float(arena.scale[site, 0]) * h[0, :, i * 32 : i * 32 + rank] @ b
+        assert (got.float() - expected).norm() < 2.0**-9 * expected.norm()

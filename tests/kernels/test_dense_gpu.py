@@ -174,3 +174,22 @@ def test_a_request_does_not_depend_on_its_neighbours(name: str, num_rows: int):
     info = world.backend.prepare_lora_batch(RequestRouting(lengths[:1], (0,)))
     world.backend.add_lora(alone, x[: lengths[0]], group.sites, replace(info, max_rank=128))
     assert torch.equal(alone, results[0])
+
+
+@pytest.mark.parametrize("name", KERNEL_BACKENDS)
+@pytest.mark.parametrize("num_rows", [6, 300])
+def test_h_may_be_more_than_float16_holds(name: str, num_rows: int):
+    world = make_world(name, (40,), torch.float16, LARGE)
+    group, adapter = world.groups[0], world.adapters[0]
+    for site, weights in adapter.sites.items():
+        adapter.sites[site] = replace(weights, b=weights.b * 2.0**-10)
+    world.arena.release(0)
+    assert world.arena.allocate(adapter) == 0
+    x, y, _ = inputs(world, group, num_rows)
+    x.mul_(2.0**14).clamp_(-32000, 32000)[0].mul_(2.0)
+    largest = (x.float() @ adapter.sites[0].a[0].float().cuda().T).abs().max()
+    assert largest > 65504
+    expected = reference(world, group, y, x, [0] * num_rows)
+    info = world.backend.prepare_lora_batch(RequestRouting((num_rows,), (0,)))
+    world.backend.add_lora(y, x, group.sites, info)
+    assert_close(y, expected, torch.float16)
