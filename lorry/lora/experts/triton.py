@@ -54,7 +54,7 @@ class TritonExperts:
             self._tables = LoRATables(arena.data, arena.a_offset, arena.b_offset, arena.rank, arena.scale, shared)
 
     def _layer(self, layer: ExpertsLayer) -> _Layer:
-        """Described once for each layer: its first forward must not be inside a graph capture."""
+        """Described once for each layer, on the host alone: its first forward may be inside a graph capture."""
         known = self._layers.get(id(layer))
         if known is None:
             known = (layer, _describe(layer))
