@@ -121,22 +121,11 @@ def grouped_product(
     group_tiles = order.max_tiles if order.positions is None else 16
     programs = triton.cdiv(order.max_tiles, group_tiles) * group_tiles * tiles_n
     product_kernel[(programs,)](
-        x,
-        weight,
-        weight if projection.bias is None else projection.bias,
-        out,
-        x if top_k_weights is None else top_k_weights,
-        order.tensors,
-        x if h is None else h,
-        x if plan is None else plan.data,
-        order.tensors if plan is None else plan.tensors,
-        num_pairs,
-        0 if h is None else h.stride(1),
-        0 if h is None else h.stride(0),
-        group_tiles,
-        activation.alpha,
-        activation.beta,
-        activation.limit,
+        x, weight, weight if projection.bias is None else projection.bias, out,
+        x if top_k_weights is None else top_k_weights, order.tensors, x if h is None else h,
+        x if plan is None else plan.data, order.tensors if plan is None else plan.tensors, num_pairs,
+        0 if h is None else h.stride(1), 0 if h is None else h.stride(0), group_tiles, activation.alpha,
+        activation.beta, activation.limit,
         K=projection.in_features,
         N=width,
         STRIDE_E=weight.stride(0),
@@ -149,10 +138,7 @@ def grouped_product(
         HAS_ROUTE=top_k_weights is not None,
         LORA=plan is not None,
         UNIT=1 if plan is None else plan.unit,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        BLOCK_R=block_r,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, BLOCK_R=block_r,
         GROUP=tile.group_slots if block_r == 16 else max(1, tile.group_slots // 2),
         AHEAD=tile.ahead,
         SWAP=tile.swap,
@@ -161,7 +147,7 @@ def grouped_product(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **launch_options(wait > 0),
-    )
+    )  # fmt: skip
     return out
 
 

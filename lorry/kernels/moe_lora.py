@@ -13,52 +13,48 @@ from lorry.kernels.moe_tile import dot
 
 
 @triton.jit
-def _shrink_rows(x_row, a_row, live, rank, scale, h_row, other_h_row, other_scale, start, step, twice,
-                 K: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-                 WAIT: tl.constexpr):  # fmt: skip
-    """h_row[r] = scale * a_row[r] . x for r in start, start + step, .. blocks; with `twice` into other_h_row as well.
+def _shrink_rows(x_row, a_ptr, rank, scale, h_row, other_h_row, other_scale, start, step, twice, K: tl.constexpr,
+                 BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, WAIT: tl.constexpr):  # fmt: skip
+    """h_row[r] = scale * a[r] . x for r in start, start + step, .. blocks; with `twice` into other_h_row as well.
 
-    `a_row`, `h_row` and `live` by row of a tile: BLOCK_R rows for each of the pairs, ROWS in all, share one x.
-    WAIT: x is of the kernel before, A is not and is on its way by then.
+    WAIT: x is of the kernel before; A is not, and is on its way when that one ends.
     """
     k = tl.arange(0, BLOCK_K)
-    own = tl.arange(0, ROWS) % BLOCK_R
     for first in range(start, rank, step):
-        r = first + own
-        on = live & (r < rank)
-        acc = tl.zeros([ROWS, BLOCK_K], tl.float32)
+        r = first + tl.arange(0, BLOCK_R)
+        acc = tl.zeros([BLOCK_R, BLOCK_K], tl.float32)
         for k_start in tl.static_range(0, K, BLOCK_K):
             at = k_start + k
-            mask = on[:, None] & (at < K)[None, :]
-            a = tl.load((a_row + r * K)[:, None] + at[None, :], mask=mask, other=0.0)
+            mask = (r < rank)[:, None] & (at < K)[None, :]
+            a = tl.load(a_ptr + r[:, None] * K + at[None, :], mask=mask, other=0.0)
             if WAIT:
                 tl.extra.cuda.gdc_wait()
                 tl.extra.cuda.gdc_launch_dependents()
             acc += a.to(tl.float32) * tl.load(x_row + at, mask=at < K, other=0.0).to(tl.float32)[None, :]
         h = tl.sum(acc, 1)
-        tl.store(h_row + r, (h * scale).to(h_row.dtype.element_ty), mask=on)
+        tl.store(h_row + r, (h * scale).to(h_row.dtype.element_ty), mask=r < rank)
         if twice:
-            tl.store(other_h_row + r, (h * other_scale).to(h_row.dtype.element_ty), mask=on)
+            tl.store(other_h_row + r, (h * other_scale).to(h_row.dtype.element_ty), mask=r < rank)
 
 
 @triton.jit
-def _shrink_part(part, x_row, h_row, data_ptr, live, own, other, max_rank, K: tl.constexpr, SITES: tl.constexpr,
-                 PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-                 UNIT: tl.constexpr, WAIT: tl.constexpr):  # fmt: skip
-    """One part of the rank blocks of one site of some pairs; a second site with the first one's A is done there.
+def _shrink_part(part, x_row, h_row, data_ptr, own, other, max_rank, K: tl.constexpr, SITES: tl.constexpr,
+                 PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, UNIT: tl.constexpr,
+                 WAIT: tl.constexpr):  # fmt: skip
+    """One part of the rank blocks of one site of one pair; a second site with the first one's A is done there.
 
-    `own` and `other` are (rank, a, scale) of the two sites; `h_row`, `live` and each `a` by row of the tile.
+    `own` and `other` are (rank, a, scale) of the two sites.
     """
     rank, a_at, scale = own[0], own[1], own[2]
     other_rank, other_a_at, other_scale = other[0], other[1], other[2]
-    same = (SITES == 2) & (tl.max(tl.where(a_at == other_a_at, 0, 1), 0) == 0) & (rank == other_rank)
+    same = (SITES == 2) & (a_at == other_a_at) & (rank == other_rank)
     start = part % PARTS * BLOCK_R
     if part < PARTS:
-        _shrink_rows(x_row, data_ptr + a_at * UNIT, live, rank, scale, h_row, h_row + max_rank, other_scale, start,
-                     PARTS * BLOCK_R, same, K, ROWS, BLOCK_R, BLOCK_K, WAIT)  # fmt: skip
+        _shrink_rows(x_row, data_ptr + a_at * UNIT, rank, scale, h_row, h_row + max_rank, other_scale, start,
+                     PARTS * BLOCK_R, same, K, BLOCK_R, BLOCK_K, WAIT)  # fmt: skip
     elif SITES == 2:
-        _shrink_rows(x_row, data_ptr + other_a_at * UNIT, live, tl.where(same, 0, other_rank), other_scale,
-                     h_row + max_rank, h_row, scale, start, PARTS * BLOCK_R, False, K, ROWS, BLOCK_R, BLOCK_K,
+        _shrink_rows(x_row, data_ptr + other_a_at * UNIT, tl.where(same, 0, other_rank), other_scale,
+                     h_row + max_rank, h_row, scale, start, PARTS * BLOCK_R, False, K, BLOCK_R, BLOCK_K,
                      WAIT)  # fmt: skip
 
 
@@ -74,12 +70,11 @@ def shrink_pairs_kernel(
     other_at = (SITES - 1) * num_pairs + at
     rank, other_rank = tl.load(plan.rank + at), tl.load(plan.rank + other_at)
     if (at < tl.load(counts_ptr + 2)) & (tl.maximum(rank, other_rank) > 0):
-        none = tl.zeros([BLOCK_R], tl.int64)
-        own = (rank, none + tl.load(plan.a + at), tl.load(plan.scale + at))
-        other = (other_rank, none + tl.load(plan.a + other_at), tl.load(plan.scale + other_at))
+        own = (rank, tl.load(plan.a + at), tl.load(plan.scale + at))
+        other = (other_rank, tl.load(plan.a + other_at), tl.load(plan.scale + other_at))
         _shrink_part(tl.program_id(1), x_ptr + (pair // ROWS_PER_X).to(tl.int64) * K,
-                     h_ptr + (none + pair) * h_stride, data_ptr, none == 0, own, other, max_rank, K, SITES, PARTS,
-                     BLOCK_R, BLOCK_R, BLOCK_K, UNIT, PDL)  # fmt: skip
+                     h_ptr + pair.to(tl.int64) * h_stride, data_ptr, own, other, max_rank, K, SITES, PARTS, BLOCK_R,
+                     BLOCK_K, UNIT, PDL)  # fmt: skip
     if PDL:  # whoever waits for this kernel relies on what came before it, work or no work
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -90,13 +85,13 @@ def start_kernel(
     experts_ptr, token_slots_ptr, order, num_pairs, num_experts, x_ptr, h_ptr, data_ptr, tables, num_slots, plan,
     site_0, site_1, site_2, h_stride, max_rank, NUM_CHOICES: tl.constexpr, EXPERTS: tl.constexpr,
     PAIRS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, HIDDEN: tl.constexpr,
-    INTER: tl.constexpr, SITES: tl.constexpr, PARTS: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, HAS_SHARED: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+    INTER: tl.constexpr, SITES: tl.constexpr, PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_SHARED: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The first programs sort and plan, the others (PARTS > 0) shrink, which needs neither.
 
-    One of these takes one part of the rank rows of TOGETHER choices of a row, whose way from slot to tables to A is
-    gone once. All rows' part comes before the next part, so that pairs of one (slot, expert) meet in cache.
+    All pairs of one part of the rank rows stand before those of the next part: pairs of one (slot, expert) read the
+    same rows of A while these are still in cache.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -114,17 +109,11 @@ def start_kernel(
     elif program == PLACING:
         count_tiles(experts_ptr, order, num_pairs, num_experts, EXPERTS, PAIRS, BLOCK_M)
     elif PARTS > 0:
-        GROUPS: tl.constexpr = NUM_CHOICES // TOGETHER
-        ROWS: tl.constexpr = TOGETHER * BLOCK_R
         job = program - PLACING - 1
-        num_groups = num_pairs // TOGETHER
-        group = job % num_groups
-        row = group // GROUPS
-        slot = tl.load(token_slots_ptr + row)
-        pair = group * TOGETHER + tl.arange(0, ROWS) // BLOCK_R
+        pair = job % num_pairs
+        slot = tl.load(token_slots_ptr + pair // NUM_CHOICES)
         expert = tl.load(experts_ptr + pair).to(tl.int32)
-        if slot >= 0:
-            live = (expert >= 0) & (expert < num_experts)
+        if (slot >= 0) & (expert >= 0) & (expert < num_experts):
             rank, a, _, scale = look_up(tables, site_0 * num_slots + slot, expert, True, HIDDEN, INTER, HAS_SHARED,
                                         UNIT)  # fmt: skip
             own = (rank, a, scale)
@@ -133,9 +122,9 @@ def start_kernel(
                 rank, a, _, scale = look_up(tables, site_1 * num_slots + slot, expert, True, HIDDEN, INTER,
                                             HAS_SHARED, UNIT)  # fmt: skip
                 other = (rank, a, scale)
-            _shrink_part(job // num_groups, x_ptr + row.to(tl.int64) * HIDDEN, h_ptr + pair.to(tl.int64) * h_stride,
-                         data_ptr, live, own, other, max_rank, HIDDEN, SITES - 1, PARTS, ROWS, BLOCK_R, BLOCK_K,
-                         UNIT, False)  # fmt: skip
+            _shrink_part(job // num_pairs, x_ptr + (pair // NUM_CHOICES).to(tl.int64) * HIDDEN,
+                         h_ptr + pair.to(tl.int64) * h_stride, data_ptr, own, other, max_rank, HIDDEN, SITES - 1,
+                         PARTS, BLOCK_R, BLOCK_K, UNIT, False)  # fmt: skip
 
 
 @triton.jit

@@ -210,22 +210,11 @@ def prefill_product(
     tiles = order.max_tiles * triton.cdiv(width, block_n)
     programs = tiles if tile.persistent == 0 else min(tiles, num_programs * (2 if tile.num_warps == 4 else 1))
     _prefill_kernel[(programs,)](
-        _descriptor(x, tile.block_m, tile.block_k),
-        w_desc,
-        weight if projection.bias is None else projection.bias,
-        out,
-        order.tensors,
-        x if h is None else h,
-        x if plan is None else plan.data,
-        order.tensors if blocks is None else blocks.tensors,
-        0 if blocks is None else blocks.per_row,
-        order.num_pairs,
-        order.max_tiles,
-        0 if h is None else h.stride(1),
-        0 if h is None else h.stride(0),
-        kind.alpha,
-        kind.beta,
-        kind.limit,
+        _descriptor(x, tile.block_m, tile.block_k), w_desc, weight if projection.bias is None else projection.bias,
+        out, order.tensors, x if h is None else h, x if plan is None else plan.data,
+        order.tensors if blocks is None else blocks.tensors, 0 if blocks is None else blocks.per_row,
+        order.num_pairs, order.max_tiles, 0 if h is None else h.stride(1), 0 if h is None else h.stride(0),
+        kind.alpha, kind.beta, kind.limit,
         K=projection.in_features,
         N=width,
         GATED=projection.gated,
@@ -244,7 +233,7 @@ def prefill_product(
         PROGRAMS=programs,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -261,7 +250,8 @@ def fits_prefill(x: Tensor, weights: ExpertsWeights, num_pairs: int) -> PrefillP
             return None
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     if num_pairs < 256 * weights.num_experts:
-        return PrefillPlan(num_programs=programs, group_m=32, shrink_k=128, shrink_stages=3)
+        first_lora = PrefillTile(num_stages=4, persistent=0)
+        return PrefillPlan(first_lora=first_lora, group_m=32, shrink_k=128, shrink_stages=3, num_programs=programs)
     return PrefillPlan(num_programs=programs)
 
 

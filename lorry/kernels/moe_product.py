@@ -52,6 +52,16 @@ def split_columns(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.co
 
 
 @triton.jit
+def _find_lora(order, plan, position, valid, first, num_pairs, SITES: tl.constexpr):
+    """(rank, b of the first site, the same of the last one, number of the slot in the tile) by row of a tile."""
+    last = (SITES - 1) * num_pairs + position
+    rank, b_at = tl.load(plan.rank + position, mask=valid, other=0), tl.load(plan.b + position, mask=valid, other=0)
+    up_rank, up_b_at = tl.load(plan.rank + last, mask=valid, other=0), tl.load(plan.b + last, mask=valid, other=0)
+    number = tile_numbers(order.slots, position, valid, first, tl.maximum(rank, up_rank) > 0)
+    return rank, b_at, up_rank, up_b_at, number
+
+
+@triton.jit
 def _product_tile(
     expert, first, end, n_start, x_ptr, w_ptr, bias_ptr, out_ptr, route_ptr, order, h_ptr, data_ptr, plan, num_pairs,
     max_rank, h_stride, alpha, beta, limit, K: tl.constexpr, N: tl.constexpr, STRIDE_E: tl.constexpr,
@@ -69,20 +79,10 @@ def _product_tile(
     inside = column < N * STEP
     if LORA:
         SITES: tl.constexpr = 1 if GATED == "no" else 2
-        rank = tl.load(plan.rank + position, mask=valid, other=0)
-        b_at = tl.load(plan.b + position, mask=valid, other=0)
-        up_rank = rank
-        up_b_at = b_at
-        if SITES == 2:
-            up_rank = tl.load(plan.rank + num_pairs + position, mask=valid, other=0)
-            up_b_at = tl.load(plan.b + num_pairs + position, mask=valid, other=0)
-        number = tile_numbers(order.slots, position, valid, first, tl.maximum(rank, up_rank) > 0)
+        rank, b_at, up_rank, up_b_at, number = _find_lora(order, plan, position, valid, first, num_pairs, SITES)
         own = column // STEP
-        gate_inside = inside
-        up_inside = inside
-        if STEP == 2:
-            gate_inside = inside & (column % 2 == 0)
-            up_inside = inside & (column % 2 == 1)
+        gate_inside = inside & (column % STEP == 0)
+        up_inside = inside & (column % STEP == STEP - 1)
         if AHEAD:
             b = load_b(data_ptr, number, rank, b_at, 0, 0, N, own, gate_inside, GROUP, BLOCK_R, UNIT, SWAP)
             up_b = b

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import triton
 from torch import Tensor
 
@@ -27,15 +25,14 @@ from lorry.kernels.moe_plan import (
 from lorry.kernels.moe_sort import PairOrder, count_sizes, empty_order, sort_pairs
 
 
-def pair_sizes(num_pairs: int, width: int, max_rank: int, together: int = 1) -> dict[str, int]:
+def pair_sizes(num_pairs: int, width: int, max_rank: int) -> dict[str, int]:
     """Blocks of the shrink without tensor cores: few rank rows for a program, so that even one row of tokens fills
     the GPU, and long loads; measured on an H200 at rank 16 and widths of 2,048 and 768."""
-    block_r, block_k = (2, 1024) if width >= 512 else (4, 512)
-    if together == 1 and width < 1024 and num_pairs >= 512:
-        block_r, block_k = 16, 128
+    block_r, block_k = (4, 512) if num_pairs < 512 else (16, 128)
+    if width >= 1024 or num_pairs <= 16:
+        block_r, block_k = 2, 1024
     parts = min(16 // block_r, triton.cdiv(max_rank, block_r))
-    block_k = min(block_k // (1 if together < 4 else 2), max(16, triton.next_power_of_2(width)))
-    return {"PARTS": parts, "BLOCK_R": block_r, "BLOCK_K": block_k}
+    return {"PARTS": parts, "BLOCK_R": block_r, "BLOCK_K": min(block_k, max(16, triton.next_power_of_2(width)))}
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
@@ -66,10 +63,9 @@ def start_experts(
     plan = empty_plan(tables, num_sites + 1, num_pairs, hidden, inter)
     h = empty_h(x, num_pairs, num_sites, lora.max_rank)
     padded, chunk = count_sizes(num_pairs)
-    together = math.gcd(num_choices, 1 if num_pairs <= 16 else 4)
-    sizes = pair_sizes(num_pairs, hidden, lora.max_rank, together)
+    sizes = pair_sizes(num_pairs, hidden, lora.max_rank)
     sizes["PARTS"] *= shrink
-    start_kernel[(padded // chunk + 1 + num_pairs // together * num_sites * sizes["PARTS"],)](
+    start_kernel[(padded // chunk + 1 + num_pairs * num_sites * sizes["PARTS"],)](
         top_k_index,
         lora.token_slots,
         order.tensors,
@@ -93,7 +89,6 @@ def start_experts(
         HIDDEN=hidden,
         INTER=inter,
         SITES=num_sites + 1,
-        TOGETHER=together,
         **sizes,
         HAS_SHARED=tables.shared is not None,
         UNIT=plan.unit,

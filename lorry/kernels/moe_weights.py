@@ -109,7 +109,7 @@ class PrefillPlan:
     """Tiles of the two products, without and with LoRA; a shrink program takes `group_m` rows of one A, in steps of
     `shrink_k`."""
 
-    first: PrefillTile = PrefillTile(num_stages=4, persistent=0)
+    first: PrefillTile = PrefillTile()
     second: PrefillTile = PrefillTile()
     first_lora: PrefillTile = PrefillTile(persistent=0)
     second_lora: PrefillTile = PrefillTile(num_stages=4, persistent=0, ahead=True)

@@ -34,10 +34,18 @@ INTERPRETED = type(tl.sum).__name__ == "InterpretedFunction"
 pytestmark = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="Triton was imported before TRITON_INTERPRET=1")
 BACKENDS = ("merged", "fused")
 
-# Bounds on max |error| / std of its row, and on |error| / |exact|, against float32 arithmetic. A model in torch of
-# where the backends round once to 8 or 11 bits (h, intermediate, activation, each choice's output) gives 0.025 and
-# 0.0034 for fused, 0.048 and 0.0053 for merged in bfloat16, an eighth in float16. float32: the order of its sums.
-TOLERANCE = {torch.bfloat16: (0.08, 7e-3), torch.float16: (0.01, 9e-4), torch.float32: (5e-5, 5e-6)}
+# Bounds against float32 arithmetic: on max |error| / std of its row, on |error| / |exact| of a row and of a batch.
+# A model in torch of where the backends round once to 8 or 11 bits (h, intermediate, activation, each choice's
+# output) gives, over 12,000 rows of each of three layers, at most 0.031, 0.0064 and 0.0033 for fused, 0.055, 0.0129
+# and 0.0054 for merged in bfloat16, an eighth in float16. A row may be twice as far off as a batch because what is
+# rounded, the base product and each choice, may be larger than their sum. float32: the order of its sums.
+TOLERANCE = {
+    torch.bfloat16: (0.08, 0.02, 7e-3),
+    torch.float16: (0.01, 2.5e-3, 9e-4),
+    torch.float32: (5e-5, 2e-5, 5e-6),
+}
+MIN_BATCH = 32
+"""Rows from which on a batch is held to the bound of batches: below, one far row may be all of it."""
 
 
 @dataclass(frozen=True)
@@ -165,10 +173,12 @@ def exact(world: World, rows: tuple[Tensor, Tensor, Tensor], info: LoRABatchInfo
 def assert_close(y: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     error = y.float() - expected
     assert not y.isnan().any()
-    worst, norm = TOLERANCE[dtype]
+    worst, of_row, of_batch = TOLERANCE[dtype]
     error_std = (error.abs() / expected.std(dim=1, correction=0, keepdim=True).clamp(min=1e-3)).max().item()
     assert error_std <= worst, f"max error {error_std:.2e} std of its row"
-    assert (error.norm() / expected.norm().clamp(min=1e-3)).item() <= norm
+    assert (error.norm(dim=1) / expected.norm(dim=1).clamp(min=1e-3)).max().item() <= of_row
+    if len(error) >= MIN_BATCH:
+        assert (error.norm() / expected.norm().clamp(min=1e-3)).item() <= of_batch
 
 
 def check(world: World, name: str, num_rows: int, info: LoRABatchInfo | None, seed: int = 0) -> Tensor:

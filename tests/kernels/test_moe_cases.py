@@ -217,22 +217,54 @@ def test_the_add_serves_any_implementation(interleaved: bool, routed: bool):
     assert torch.equal(y[4:6], expected[4:6])
 
 
+def small_prefill(persistent: int, ahead: bool) -> PrefillPlan:
+    """The plan for thousands of rows, with tiles for a few."""
+    tile = PrefillTile(16 if not CUDA else 64, 32 if not CUDA else 64, 32, 4, 2, persistent, ahead)
+    return PrefillPlan(tile, tile, tile, tile, group_m=16, num_programs=3)
+
+
 @pytest.mark.parametrize("layout", ["plain", "gpt_oss", "ungated_relu2", "transposed"])
 @pytest.mark.parametrize("persistent", [0, 1])
 def test_prefill_plan(layout: str, persistent: int):
-    """The plan for thousands of rows, small: sorted buffer, TMA descriptors, tiles with and without adapters."""
+    """Sorted buffer, TMA descriptors, tiles with and without adapters, more rank blocks in a tile than it takes at
+    once and more at one site than at the other; B loaded before the main loop and after it."""
     dtype = torch.float16 if CUDA else torch.float32
-    world = make_world(Shape(64, 32, layout=layout, dtype=dtype), [3, 18])
+    world = make_world(Shape(64, 32, layout=layout, dtype=dtype), [3, {0: 40, 1: 18, 2: 70}])
     rows = world.rows(24)
     rows[1][5, 0] = -1
-    tile = PrefillTile(16 if not CUDA else 64, 32 if not CUDA else 64, 32, 4, 2, persistent)
-    plan = PrefillPlan(tile, tile, tile, tile, group_m=16, num_programs=3)
+    plan = small_prefill(persistent, persistent == 0)
     info = info_of(RequestRouting((10, 2, 12), (1, -1, 0)))
     sites = (0,) if layout.startswith("ungated") else (0, 1)
-    lora = LoRASites(tables_of(world), info.token_slots, sites, sites[-1] + 1, 18)
+    lora = LoRASites(tables_of(world), info.token_slots, sites, sites[-1] + 1, 70)
     weights = _describe(world.layer).weights
-    assert_close(fused_experts(*rows, weights, None, prefill=plan), exact(world, rows, None), dtype)
-    assert_close(fused_experts(*rows, weights, lora, prefill=plan), exact(world, rows, info), dtype)
+    plain = fused_experts(*rows, weights, None, prefill=plan)
+    mixed = fused_experts(*rows, weights, lora, prefill=plan)
+    assert_close(plain, exact(world, rows, None), dtype)
+    assert_close(mixed, exact(world, rows, info), dtype)
+    assert torch.equal(mixed[10:12], plain[10:12])
+
+
+@pytest.mark.parametrize("how", [*BACKENDS, "prefill"])
+def test_float16_holds_where_x_a_leaves_its_range(how: str):
+    """|x A| reaches 200,000 and x A B is small: h must not be rounded to float16 on its way."""
+    world = make_world(Shape(64, 32, dtype=torch.float16), [4, 17])
+    for site in range(3):
+        for slot in range(2):
+            resident = world.arena.get(site, slot)
+            assert resident is not None
+            resident.a.mul_(2**16)
+            resident.b.mul_(2**-16)
+    info = info_of(RequestRouting((3, 1, 2), (0, -1, 1)))
+    rows = world.rows(6)
+    site = world.arena.get(0, 0)
+    assert site is not None
+    assert (rows[0][:3].float() @ site.a[0].float().T).abs().max() > torch.finfo(torch.float16).max
+    if how != "prefill":
+        check(world, how, 6, info)
+        return
+    lora = LoRASites(tables_of(world), info.token_slots, (0, 1), 2, 17)
+    y = fused_experts(*rows, _describe(world.layer).weights, lora, prefill=small_prefill(0, True))
+    assert_close(y, exact(world, rows, info), torch.float16)
 
 
 def test_activations_are_found_by_trying():

@@ -106,10 +106,11 @@ class Captured:
     def __init__(self, world: World, name: str, num_rows: int) -> None:
         self.world, self.num_rows = world, num_rows
         self.rows = world.rows(num_rows)
-        backend = make_experts_backend(True, world.arena, DEVICE, name)
         self.info = info_of(RequestRouting((1,), (0,)), num_padding=num_rows - 1, fixed=True)
 
         def step() -> Tensor:
+            """By a backend that meets the layer for the first time."""
+            backend = make_experts_backend(True, world.arena, DEVICE, name)
             return backend.forward(world.layer, *self.rows, self.info)
 
         stream = torch.cuda.Stream()

@@ -55,7 +55,7 @@ class TritonExperts:
             )
 
     def _layer(self, layer: ExpertsLayer) -> _Layer:
-        """Described once for each layer: its first forward must not be inside a graph capture."""
+        """Described once for each layer, on the host alone: its first forward may be inside a graph capture."""
         known = self._layers.get(id(layer))
         if known is None:
             known = (layer, _describe(layer))
