@@ -15,7 +15,7 @@ from torch import Tensor
 from bench.peers import LINEAR_PEERS, LinearWeights, build_peers
 from bench.timing import Case, Results, Task, Work
 from bench.workload import FIRST_SET, Choice, Group, Model, batch, row_slots
-from lorry.kernels.dense import LoRATables, Segments
+from lorry.kernels.dense import Segments
 from lorry.kernels.dense_fused import GroupLoRA, Heads, Projected, add_and_norm, norm_rotate_write, project
 from lorry.lora.arena import Arena
 from lorry.lora.backends.base import make_dense_backend
@@ -57,7 +57,7 @@ class Layers:
         self.base = [torch.randn(shape, device=device).bfloat16() * shape[1] ** -0.5 for _ in range(self.num)]
         self.bias = torch.randn(shape[0], device=device).bfloat16() if group.bias else None
         arena = self.arena
-        self.tables = LoRATables(arena.data, arena.a_offset, arena.b_offset, arena.rank, arena.scale)
+        self.tables = arena.tables
 
     @cached_property
     def peer_weights(self) -> LinearWeights:

@@ -15,10 +15,11 @@ from bench.peers import EXPERTS_PEERS, AddExperts, ExpertsBatch, build_peers
 from bench.timing import Case, Results, Task, Work
 from bench.workload import FIRST_SET, MAX_DECODE, Choice, Model, batch, row_slots
 from lorry.kernels.moe import fused_experts, grouped_product, sum_choices
-from lorry.kernels.moe_plan import MAX_RANK, LoRASites, LoRATables
+from lorry.kernels.moe_plan import LoRASites
 from lorry.kernels.moe_shrink import merged_experts_fused_moe_lora_add
 from lorry.kernels.moe_sort import PairOrder, sort_pairs
 from lorry.kernels.moe_weights import Activation, ExpertsWeights, Projection, choose_tile
+from lorry.kernels.tables import MAX_RANK, LoRATables
 from lorry.lora.experts.activation import apply_activation
 from tests.kernels.workloads import Mix
 
@@ -56,7 +57,9 @@ class Adapters:
         by_site = starts.transpose(1, 2).reshape(NUM_LAYERS * 3, num, 2).cuda()
         full = torch.full((NUM_LAYERS * 3, num), rank, dtype=torch.int32, device="cuda")
         offsets = (by_site[..., 0].contiguous(), by_site[..., 1].contiguous())
-        self.tables = LoRATables(data, *offsets, full, torch.ones_like(full, dtype=torch.float32))
+        self.tables = LoRATables(
+            data, *offsets, full, torch.ones_like(full, dtype=torch.float32), torch.zeros_like(full)
+        )
 
     def at(self, layer: int, slots: Tensor, max_rank: int) -> LoRASites:
         return LoRASites(self.tables, slots, (3 * layer, 3 * layer + 1), 3 * layer + 2, max_rank)

@@ -1,7 +1,7 @@
 """LoRA on linear layers: shrink and expand over segments of rows, each row with its own adapter.
 
 A *segment* is a run of rows that have one slot: a request, or a chunk of all rows of an adapter. Weights are found
-through five tensors (`LoRATables`), so any number of adapters at any ranks share one allocation. The grids are made
+through small tables (`LoRATables`), so any number of adapters at any ranks share one allocation. The grids are made
 for capacities on the host; the work there is, is read on the device, so a captured graph replays with any mix.
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lorry.kernels.dense_kernels import INTERPRETED, expand_kernel, shrink_kernel
+from lorry.kernels.tables import LoRATables
 
-MAX_RANK = 512
 MAX_SLICES = 3
 SPLIT_UNIT = 32 if INTERPRETED else 128
 """Parts of the K axis are multiples of this, whatever the tiles: a multiple of every `shrink_k`."""
@@ -23,22 +23,6 @@ SPLIT_UNIT = 32 if INTERPRETED else 128
 
 FULL_GRID = 100
 """So many programs keep a GPU busy: fewer are cut along the K axis, at the price of partial sums."""
-
-
-@dataclass(frozen=True)
-class LoRATables:
-    """Where adapters' weights are; a row of the tables is a site, a column a slot.
-
-    `data` is flat. `a_offset`, `b_offset` [num_sites, num_slots] int64 count elements of it and are multiples of 16:
-    A is [rank, in] and B [rank, out] from there, contiguous. `rank` int32 is 0 where a slot does not touch a site,
-    at most `MAX_RANK` elsewhere; `scale` is float32. All on one device; the kernels read them at every launch.
-    """
-
-    data: Tensor
-    a_offset: Tensor
-    b_offset: Tensor
-    rank: Tensor
-    scale: Tensor
 
 
 @dataclass(frozen=True)

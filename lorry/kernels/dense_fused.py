@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lorry.kernels.dense import (
     SPLIT_UNIT,
-    LoRATables,
     Segments,
     choose_config,
     launch_options,
@@ -29,6 +28,7 @@ from lorry.kernels.dense_add_norm_kernels import add_norm_row_kernel, add_norm_t
 from lorry.kernels.dense_fused_kernels import product_kernel, qkv_row_kernel, qkv_tile_kernel
 from lorry.kernels.dense_kernels import INTERPRETED
 from lorry.kernels.dense_tiles import BASE_TILES
+from lorry.kernels.tables import LoRATables
 
 MAX_ROWS_BY_ROW = 16 if INTERPRETED else 256
 """Up to so many rows the expand of each row is its own program; above, that of tiles of a segment."""

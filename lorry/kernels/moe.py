@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorry.kernels.moe_lora import dot_precision, expand_block
-from lorry.kernels.moe_plan import LoRAPlan, LoRASites, LoRATables, plan_lora
+from lorry.kernels.moe_plan import LoRAPlan, LoRASites, plan_lora
 from lorry.kernels.moe_prefill import fits_prefill, prefill_experts
 from lorry.kernels.moe_product import product_kernel
 from lorry.kernels.moe_shrink import launch_options, shrink_groups, shrink_pairs, start_experts
@@ -20,7 +20,6 @@ __all__ = [
     "ExpertsWeights",
     "LoRAPlan",
     "LoRASites",
-    "LoRATables",
     "Projection",
     "fused_experts",
     "grouped_product",

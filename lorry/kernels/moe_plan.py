@@ -11,21 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lorry.kernels.moe_sort import PairOrder
-
-MAX_RANK = 512
+from lorry.kernels.tables import LoRATables
 
 RANK_STEP = 16
 """Ranks are rounded up to whole steps in workspaces; kernels read h in such steps."""
-
-
-class TableTensors(NamedTuple):
-    """`LoRATables` as kernels take them; `shared` is any tensor where there is none."""
-
-    a_offset: Tensor
-    b_offset: Tensor
-    rank: Tensor
-    scale: Tensor
-    shared: Tensor
 
 
 class PlanTensors(NamedTuple):
@@ -45,32 +34,6 @@ class BlockTensors(NamedTuple):
     row: Tensor
     rows: Tensor
     b: Tensor
-
-
-@dataclass(frozen=True)
-class LoRATables:
-    """Where the adapters' weights are; see `lora.arena.Arena`. Rank rows: A [E, r, in], B [E, r, out], contiguous.
-
-    `data` flat in the dtype of the activations; `a_offset`, `b_offset` int64 (elements, multiples of 16), `rank`
-    int32 (0: untouched), `scale` float32, all [num_sites, num_slots]. `shared` int32 of the same shape, or None for
-    all zero: bit 0, one A [r, in] serves all experts; bit 1, one B [r, out] does (shared-outer factors).
-    """
-
-    data: Tensor
-    a_offset: Tensor
-    b_offset: Tensor
-    rank: Tensor
-    scale: Tensor
-    shared: Tensor | None = None
-
-    @property
-    def num_slots(self) -> int:
-        return self.rank.shape[1]
-
-    @property
-    def tensors(self) -> TableTensors:
-        shared = self.rank if self.shared is None else self.shared
-        return TableTensors(self.a_offset, self.b_offset, self.rank, self.scale, shared)
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from lorry.kernels.moe_lora import (
 from lorry.kernels.moe_plan import (
     LoRAPlan,
     LoRASites,
-    LoRATables,
     empty_plan,
     plan_lora,
     site_arguments,
 )
 from lorry.kernels.moe_sort import PairOrder, count_sizes, empty_order, sort_pairs
+from lorry.kernels.tables import LoRATables
 
 
 def pair_sizes(num_pairs: int, width: int, max_rank: int) -> dict[str, int]:

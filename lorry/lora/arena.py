@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lorry.errors import AdapterCapacity
+from lorry.kernels.tables import LoRATables
 from lorry.lora.weights import AdapterWeights
 from lorry.models.sites import Site, SiteKind
 
@@ -94,7 +95,8 @@ class Arena:
     `data` is the flat allocation. `a_offset`, `b_offset` [num_sites, num_slots] (int64, in elements), `rank` (int32)
     and `scale` (float32) say where each slot's weights of each site are; rank 0: the slot does not touch the site.
     `shared` (int32) says which factors all experts of a site have in common: bit 0 A, bit 1 B.
-    The addresses of all six tensors never change, so captured graphs see whatever is resident when they replay.
+    `tables` is all of these as kernels take them. Their addresses never change, so captured graphs see whatever is
+    resident when they replay.
     Call everything on the stream of the steps.
     """
 
@@ -111,6 +113,7 @@ class Arena:
         self.rank = torch.zeros(shape, dtype=torch.int32, device=device)
         self.scale = torch.zeros(shape, dtype=torch.float32, device=device)
         self.shared = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.tables = LoRATables(self.data, self.a_offset, self.b_offset, self.rank, self.scale, self.shared)
         self._space = _FreeList(self.data.numel())
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._blobs: dict[int, _Blob] = {}
@@ -212,13 +215,12 @@ class Arena:
     def _write_column(self, slot: int) -> None:
         """The slot's column of every table, one copy for each."""
         blob = self._blobs[slot]
-        touched = torch.tensor(list(blob.sites))
+        touched = torch.tensor(list(blob.sites), dtype=torch.int64)
         rows = [
             (blob.start + placed.a_start, blob.start + placed.b_start, placed.a_shape[1], placed.scale, placed.shared)
             for placed in blob.sites.values()
         ]
-        tables = (self.a_offset, self.b_offset, self.rank, self.scale, self.shared)
-        for table, values in zip(tables, zip(*rows, strict=True), strict=True):
+        for i, table in enumerate(self.tables.tensors):
             column = torch.zeros(len(self.sites), dtype=table.dtype)
-            column[touched] = torch.tensor(values, dtype=table.dtype)
+            column[touched] = torch.tensor([row[i] for row in rows], dtype=table.dtype)
             table[:, slot] = column.to(table.device)

@@ -16,7 +16,7 @@ if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from lorry.kernels.dense import LoRATables, Segments
+from lorry.kernels.dense import Segments
 from lorry.kernels.dense_fused import (
     GroupLoRA,
     Heads,
@@ -72,7 +72,7 @@ class Layer:
             return None
         info, arena = self.world.backend.prepare_lora_batch(self.steps), self.world.arena
         segments = Segments(info.seg_indptr, info.weight_indices, info.permutation, info.max_seg_len)
-        tables = LoRATables(arena.data, arena.a_offset, arena.b_offset, arena.rank, arena.scale)
+        tables = arena.tables
         return GroupLoRA(tables, group.sites, segments, info.token_slots, info.max_rank)
 
     def run(self) -> tuple[Tensor, ...]:
@@ -195,7 +195,7 @@ def test_h_may_be_more_than_float16_holds(rows: int):
         world.arena.data[world.arena.b_offset[site, 0] :][: 20 * max(group.widths)].mul_(2.0**-10)
     info, arena = world.backend.prepare_lora_batch(steps), world.arena
     lora = GroupLoRA(
-        LoRATables(arena.data, arena.a_offset, arena.b_offset, arena.rank, arena.scale),
+        arena.tables,
         group.sites,
         Segments(info.seg_indptr, info.weight_indices, info.permutation, info.max_seg_len),
         info.token_slots,

@@ -27,9 +27,9 @@ from tests.kernels.test_moe import (  # isort: skip  (it chooses the interpreter
 from lorry.errors import ConfigError
 from lorry.kernels import moe
 from lorry.kernels.moe import LoRASites, fused_experts
-from lorry.kernels.moe_plan import LoRATables
 from lorry.kernels.moe_shrink import merged_experts_fused_moe_lora_add
 from lorry.kernels.moe_weights import Activation, ExpertsWeights, PrefillPlan, PrefillTile, Projection, Tile
+from lorry.kernels.tables import LoRATables
 from lorry.lora.batch import RequestRouting
 from lorry.lora.experts.activation import find_activation
 from lorry.lora.experts.base import choose_experts_backend, make_experts_backend

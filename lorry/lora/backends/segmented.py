@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorry.kernels.dense import MAX_RANK, LoRATables, Segments, add_lora
+from lorry.kernels.dense import Segments, add_lora
 from lorry.kernels.dense_fused import GroupLoRA
+from lorry.kernels.tables import MAX_RANK
 from lorry.lora.arena import Arena, ResidentSite
 from lorry.lora.backends.buffers import Ints, StepBuffers
 from lorry.lora.batch import LoRABatchInfo, PackedRouting, RequestRouting
@@ -37,7 +38,6 @@ class SegmentedBackend(ABC):
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
         self._arena = arena
-        self._tables = LoRATables(arena.data, arena.a_offset, arena.b_offset, arena.rank, arena.scale)
         self._dense_sites = [site.index for site in arena.sites if site.kind != "experts"]
         self._widths = {site.index: site.out_features for site in arena.sites}
         self._buffers = StepBuffers(device)
@@ -88,11 +88,11 @@ class SegmentedBackend(ABC):
     def add_lora(self, y: Tensor, x: Tensor, sites: tuple[int, ...], info: LoRABatchInfo) -> None:
         segments = Segments(info.seg_indptr, info.weight_indices, info.permutation, info.max_seg_len)
         widths = tuple(self._widths[site] for site in sites)
-        add_lora(y, x, self._tables, sites, widths, segments, info.max_rank)
+        add_lora(y, x, self._arena.tables, sites, widths, segments, info.max_rank)
 
     def group_lora(self, sites: tuple[int, ...], info: LoRABatchInfo) -> GroupLoRA:
         segments = Segments(info.seg_indptr, info.weight_indices, info.permutation, info.max_seg_len)
-        return GroupLoRA(self._tables, sites, segments, info.token_slots, info.max_rank)
+        return GroupLoRA(self._arena.tables, sites, segments, info.token_slots, info.max_rank)
 
     def _max_rank(self, slot: int) -> int:
         """Largest rank of a slot at any site that is no experts; remembered while the slot holds that adapter."""

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from lorry.kernels.moe import fused_experts, grouped_product, sum_choices
-from lorry.kernels.moe_plan import MAX_RANK, LoRASites, LoRATables
+from lorry.kernels.moe_plan import LoRASites
 from lorry.kernels.moe_shrink import merged_experts_fused_moe_lora_add
 from lorry.kernels.moe_sort import sort_pairs
 from lorry.kernels.moe_weights import Activation, ExpertsWeights, Gated, Projection, choose_tile
+from lorry.kernels.tables import MAX_RANK
 from lorry.lora.arena import Arena
 from lorry.lora.batch import LoRABatchInfo
 from lorry.lora.experts.activation import find_activation
@@ -48,11 +49,6 @@ class TritonExperts:
     def __init__(self, arena: Arena | None) -> None:
         self._arena = arena
         self._layers: dict[int, tuple[ExpertsLayer, _Layer]] = {}
-        self._tables: LoRATables | None = None
-        if arena is not None:
-            self._tables = LoRATables(
-                arena.data, arena.a_offset, arena.b_offset, arena.rank, arena.scale, arena.shared
-            )
 
     def _layer(self, layer: ExpertsLayer) -> _Layer:
         """Described once for each layer, on the host alone: its first forward may be inside a graph capture."""
@@ -68,7 +64,7 @@ class TritonExperts:
         A graph serves adapters that are loaded after its capture, so there (and in every step of a graph's fixed
         size) the kernels stay in, with room for any rank, and read from the tables whether there is work.
         """
-        if info is None or self._arena is None or self._tables is None:
+        if info is None or self._arena is None:
             return None
         first = (layer.up_site,) if layer.gate_site is None else (layer.gate_site, layer.up_site)
         max_rank = MAX_RANK
@@ -77,7 +73,7 @@ class TritonExperts:
             max_rank = max((self._rank(site, slot) for site in sites for slot in info.slots), default=0)
         if max_rank == 0:
             return None
-        return LoRASites(self._tables, info.token_slots, first, layer.down_site, max_rank)
+        return LoRASites(self._arena.tables, info.token_slots, first, layer.down_site, max_rank)
 
     def _rank(self, site: int, slot: int) -> int:
         assert self._arena is not None
