@@ -196,7 +196,7 @@ def bench_prefill(shape: str, name: str, out: Path | None) -> None:
         report("prefill", shape, name, "triton", case, times(case.prefill_alone(tile), case.layers, 1, 9), out)
     try:
         us = times_of_calls(case.varlen())
-    except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
         print(f"varlen_attn does not run here: {error!r}"[:300], flush=True)
     else:
         report("prefill", shape, name, "varlen_attn", case, us, out)

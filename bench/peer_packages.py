@@ -31,7 +31,7 @@ class _StandIn(ModuleType):
             raise AttributeError(name)
 
         def absent(*_: object, **__: object) -> None:
-            raise NotImplementedError(f"{self.__name__}.{name}")
+            raise RuntimeError(f"a kernel calls {self.__name__}.{name}, which is replaced: this version is not known")
 
         return absent
 

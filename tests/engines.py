@@ -102,3 +102,16 @@ def tokens_of(outputs: Seq[TokenOutput]) -> list[int]:
 
 
 BASE = BASE_SLOT
+
+
+WAYS_OF_SAMPLING: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8, "seed": 4},
+    {"temperature": 1.2, "top_p": 0.9, "seed": 5},
+    {"temperature": 1.0, "top_k": 7, "min_p": 0.02, "seed": 6, "logprobs": 3},
+    {"repetition_penalty": 1.4, "logprobs": 0},
+    {"temperature": 1.5, "presence_penalty": 1.5, "frequency_penalty": 0.7, "seed": 7},
+    {"temperature": 0.9},
+    {"logprobs": 20},
+]
+"""Parameters of requests that choose their tokens in every way there is."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -16,11 +15,9 @@ from lorry.config import PAGE_SIZE
 from lorry.kernels.paged_attention import paged_decode, write_kv
 from lorry.kernels.prefill_attention import PrefillBatch, paged_prefill, prefill_tile, prefill_work
 from lorry.kv.pool import LayerKV
+from lorry.upload import upload
 
 IntArray = NDArray[np.int32]
-
-_ALIGN = 64
-"""Elements at whose multiples the parts of a packed copy start, so that kernels always find the same alignment."""
 
 Cut = tuple[int, int]
 """How layers cut prefill into tiles: query heads to a KV head, rows of a tile."""
@@ -108,7 +105,7 @@ def upload_step(batch: AttentionBatch, cuts: Collection[Cut]) -> _Step:
     seqs = np.stack([first_rows[prefills], query_lens, context, page_starts], axis=1)
     work = [prefill_work(query_lens, context, group, rows) for group, rows in cuts]
     parts = [first_rows[decodes], decode_lens, _table(decode_pages), seqs, _flat(prefill_pages), *work]
-    rows, lens, table, seqs_on_device, pages, *tiles = _upload(parts, batch.write_slots.device)
+    rows, lens, table, seqs_on_device, pages, *tiles = upload(parts, batch.write_slots.device)
     return _Step(
         batch.write_slots,
         DecodeBatch(table, lens, batch.write_slots) if len(decodes) else None,
@@ -129,16 +126,6 @@ def _table(pages: Sequence[tuple[int, ...]]) -> IntArray:
     table = np.zeros((len(pages), counts.max(initial=1)), dtype=np.int32)
     table[np.arange(table.shape[1]) < counts[:, None]] = _flat(pages)
     return table
-
-
-def _upload(parts: Sequence[IntArray], device: torch.device) -> list[Tensor]:
-    """The arrays as int32 tensors on the device, by one copy that the host does not wait for."""
-    starts = np.cumsum([0] + [-(-part.size // _ALIGN) * _ALIGN for part in parts])
-    host = torch.zeros(int(starts[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
-    for part, start in zip(parts, starts, strict=False):
-        host.numpy()[start : start + part.size] = part.reshape(-1)
-    packed = host.to(device, non_blocking=True)
-    return [packed[start : start + part.size].view(part.shape) for part, start in zip(parts, starts, strict=False)]
 
 
 ATTENTION_BACKENDS["triton"] = TritonAttention

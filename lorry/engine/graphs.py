@@ -16,9 +16,9 @@ from lorry.attention.base import CapturableAttention, DecodeBatch
 from lorry.config import PAGE_SIZE
 from lorry.engine.memory import used_bytes
 from lorry.engine.sequence import ScheduledChunk, StepPlan
-from lorry.engine.upload import upload
 from lorry.lora.batch import RequestRouting
 from lorry.lora.manager import LoRAManager, Variant
+from lorry.upload import upload
 
 
 def ladder(max_batch_size: int) -> list[int]:

@@ -16,11 +16,11 @@ from lorry.config import PAGE_SIZE
 from lorry.engine.graphs import DecodeGraphs
 from lorry.engine.sampler import PendingSample, Sampler
 from lorry.engine.sequence import StepPlan
-from lorry.engine.upload import upload
 from lorry.lora.batch import RequestRouting
 from lorry.lora.manager import LoRAManager
 from lorry.lora.reference import invariant_rows
 from lorry.models.loader import LoadedModel
+from lorry.upload import upload
 
 _Ints = npt.NDArray[Any]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lorry.engine.draws import draw, filter_sorted, penalise, uniforms
 from lorry.engine.sequence import GREEDY, SamplingKind, ScheduledChunk
-from lorry.engine.upload import download, upload
 from lorry.types import MAX_LOGPROBS, TokenLogprobs
+from lorry.upload import download, upload
 
 ROWS_AT_ONCE = 64
 """Rows whose distributions exist at the same time: what sampling a step takes in memory does not grow further."""

@@ -95,7 +95,7 @@ def graft_leaves(model: nn.Module, report: Callable[[str], None]) -> None:
 
     LoRA is attached to routers afterwards: it is added to the product within their forward.
     """
-    left: dict[str, int] = {}
+    routers, left = find_routers(model), dict[str, int]()
     for path, module in model.named_modules():
         name = type(module).__name__
         if norm_eps(module) is not None:
@@ -103,7 +103,7 @@ def graft_leaves(model: nn.Module, report: Callable[[str], None]) -> None:
                 module.forward = _norm_forward(module.get_parameter("weight"), norm_eps(module) or 0.0)
             else:
                 left[name] = left.get(name, 0) + 1
-        elif path in find_routers(model):
+        elif path in routers:
             forward = find_router(module)
             if forward is not None:
                 module.forward = forward

@@ -89,13 +89,13 @@ def test_a_decode_does_not_depend_on_its_neighbours(feature: str):
 def test_a_step_is_described_by_one_copy(monkeypatch: pytest.MonkeyPatch):
     """Once layers with groups of four and of one have been seen, a step of both is."""
     copies = []
-    upload = triton_attention._upload
+    upload = triton_attention.upload
 
     def counted(parts, device):
         copies.append(len(parts))
         return upload(parts, device)
 
-    monkeypatch.setattr(triton_attention, "_upload", counted)
+    monkeypatch.setattr(triton_attention, "upload", counted)
     backend = TritonAttention()
     worlds = [World(FEATURES[name], STEPS["mixed"]) for name in ("grouped", "MLA")]
     for expected_copies in (3, 1):

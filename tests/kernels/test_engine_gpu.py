@@ -9,7 +9,7 @@ import torch
 from lorry.engine.engine import Engine
 from lorry.types import EngineRequest, TokenOutput
 from tests.adapters import make_peft_adapter
-from tests.engines import make_engine, request, run_engine, tokens_of
+from tests.engines import WAYS_OF_SAMPLING, make_engine, request, run_engine, tokens_of
 from tests.models import random_tokens, tiny_model
 
 pytestmark = [
@@ -18,14 +18,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 FACTORY = partial(tiny_model, "qwen3_moe", hidden_size=64, moe_intermediate_size=32)
-WAYS = [
-    {},
-    {"temperature": 0.8, "seed": 4},
-    {"temperature": 1.2, "top_p": 0.9, "seed": 5},
-    {"temperature": 1.0, "top_k": 7, "min_p": 0.02, "seed": 6, "logprobs": 3},
-    {"repetition_penalty": 1.4, "logprobs": 20},
-    {"temperature": 1.5, "presence_penalty": 1.5, "frequency_penalty": 0.7, "seed": 7},
-]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +41,7 @@ def requests(engine: Engine, num: int = 18) -> list[EngineRequest]:
             random_tokens(4 + 7 * (i % 9), i)[0].tolist(),
             engine,
             [None, "a", "b"][i % 3],
-            **{"max_tokens": 4 + 5 * (i % 7)} | WAYS[i % len(WAYS)],
+            **{"max_tokens": 4 + 5 * (i % 7)} | WAYS_OF_SAMPLING[i % len(WAYS_OF_SAMPLING)],
         )
         for i in range(num)
     ]

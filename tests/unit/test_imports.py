@@ -10,7 +10,7 @@ import lorry
 ROOT = Path(lorry.__file__).parent
 LAYERS = [
     {"errors", "types", "config"},
-    {"kernels", "threads"},
+    {"kernels", "threads", "upload"},
     {"kv", "attention", "models", "text"},
     {"lora"},
     {"engine"},

@@ -10,7 +10,7 @@ import pytest
 from lorry.engine.engine import Engine
 from lorry.types import EngineRequest, TokenOutput
 from tests.adapters import make_peft_adapter
-from tests.engines import make_engine, request, run_engine, tokens_of
+from tests.engines import WAYS_OF_SAMPLING, make_engine, request, run_engine, tokens_of
 from tests.models import random_tokens, tiny_model
 
 FACTORY = partial(tiny_model, "llama")
@@ -137,21 +137,10 @@ def test_a_stop_token_found_a_step_late_drops_the_token_behind_it(adapters):
 
 @pytest.mark.parametrize("pool", [2048, 112])
 def test_all_ways_of_sampling_also_when_requests_are_preempted(adapters, pool):
-    ways = [
-        {},
-        {"temperature": 0.8, "seed": 4},
-        {"temperature": 1.2, "top_p": 0.9, "seed": 5},
-        {"temperature": 1.0, "top_k": 7, "min_p": 0.02, "seed": 6, "logprobs": 3},
-        {"repetition_penalty": 1.4, "logprobs": 0},
-        {"temperature": 1.5, "presence_penalty": 1.5, "frequency_penalty": 0.7, "seed": 7},
-        {"temperature": 0.9},
-        {"logprobs": 20},
-    ]
-
     def make(engine: Engine) -> list[EngineRequest]:
         return [
             request(f"r{i}", prompt(5 + 3 * i, i % 3), engine, [None, *NAMES][i % 4], **{"max_tokens": 24} | way)
-            for i, way in enumerate(ways * 2)
+            for i, way in enumerate(WAYS_OF_SAMPLING * 2)
         ]
 
     engine = assert_same(adapters, make, max_total_tokens=pool, max_running_requests=8, chunked_prefill_size=16)

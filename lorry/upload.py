@@ -14,20 +14,28 @@ _ALIGN = 256
 """Bytes at whose multiples the arrays start: kernels always find the same alignment, as in memory of their own."""
 
 
+def on_host(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """The array as a tensor from which a copy to the device does not make the host wait: for a GPU in pinned memory.
+
+    PyTorch gives a pinned block out again only after the copies that read it are done, so the next step can be packed
+    while the copy of the last one still waits in the stream.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
 def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
     """The arrays on the device, in their own types and shapes, in the order of the current stream.
 
-    Each call packs into pinned memory of its own. PyTorch gives such a block out again only after the copies that
-    read it are done, so the next step can be packed while the copy of the last one still waits in the stream.
+    Each call packs into memory of its own, see `on_host`.
     """
     starts = [0]
     for array in arrays:
         starts.append(starts[-1] + -(-array.nbytes // _ALIGN) * _ALIGN)
-    host = torch.empty(max(starts[-1], _ALIGN), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    packed = host.numpy()
+    packed = np.zeros(max(starts[-1], _ALIGN), dtype=np.uint8)
     for array, start in zip(arrays, starts, strict=False):
         packed[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    there = host.to(device, non_blocking=True)
+    there = on_host(packed, device).to(device, non_blocking=True)
     return [
         there[start : start + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
         for array, start in zip(arrays, starts, strict=False)
