@@ -13,6 +13,7 @@ from lorry.attention.triton import TritonAttention
 from lorry.config import PAGE_SIZE
 from lorry.kernels.paged_attention import paged_decode
 from tests.kernels.attention_world import Feature, World
+from tests.kernels.sync import no_synchronization
 
 pytestmark = pytest.mark.gpu
 
@@ -116,9 +117,5 @@ def test_a_mixed_step_never_waits_for_the_device():
     world = World(MODELS["qwen3-30b-a3b"], STEPS["mixed"], torch.bfloat16)
     backend = TritonAttention()
     world.run(backend)  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         world.run(backend)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

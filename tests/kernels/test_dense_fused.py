@@ -28,6 +28,7 @@ from lorry.kernels.dense_fused import (
 from lorry.kernels.dense_kernels import INTERPRETED
 from lorry.lora.batch import RequestRouting
 from tests.kernels.dense_world import DEVICE, Group, World, make_world, poison, reference, rows_of
+from tests.kernels.sync import no_synchronization
 from tests.kernels.workloads import routing
 
 pytestmark = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="Triton was imported before TRITON_INTERPRET=1")
@@ -176,12 +177,8 @@ def test_no_step_synchronises(rows: int):
     world = make_world("csgmv", (3, 16, 20), DTYPE, SHAPES)
     layer = Layer(world, RequestRouting((1,) * rows, tuple(i % 4 - 1 for i in range(rows))), True, True)
     expected = layer.run()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         got = layer.run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 

@@ -24,6 +24,7 @@ from tests.kernels.dense_world import (
     reload,
     rows_of,
 )
+from tests.kernels.sync import no_synchronization
 from tests.kernels.workloads import MIXES, routing
 
 pytestmark = pytest.mark.gpu
@@ -133,10 +134,8 @@ def test_no_step_synchronises_and_no_copy_in_flight_is_overwritten(name: str):
     steps = [routing("uniform", 64, 3, True, seed=i) for i in range(40)]
     backend.add_lora(y, x, group.sites, backend.prepare_lora_batch(steps[0], 64))
     backend.add_lora(y, x, group.sites, backend.prepare_lora_batch(steps[0]))
-    torch.cuda.synchronize()
     seen = []
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         torch.cuda._sleep(2_000_000_000)  # about a second: all steps are prepared while the first copy still waits
         start = torch.cuda.Event()
         start.record()
@@ -148,8 +147,6 @@ def test_no_step_synchronises_and_no_copy_in_flight_is_overwritten(name: str):
             seen.append(free.token_slots)
             backend.add_lora(y, x, group.sites, free)
         in_flight = not start.query()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert in_flight
     for i, token_slots in enumerate(seen):
         assert token_slots.tolist() == rows_of(steps[i // 2])

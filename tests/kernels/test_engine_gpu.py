@@ -10,11 +10,11 @@ from lorry.engine.engine import Engine
 from lorry.types import EngineRequest, TokenOutput
 from tests.adapters import make_peft_adapter
 from tests.engines import WAYS_OF_SAMPLING, make_engine, request, run_engine, tokens_of
+from tests.kernels.sync import no_synchronization
 from tests.models import random_tokens, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 FACTORY = partial(tiny_model, "qwen3_moe", hidden_size=64, moe_intermediate_size=32)
@@ -72,11 +72,8 @@ def test_a_launch_never_waits_for_the_device(adapters, disable_cuda_graph, monke
     def strict(plan):
         nonlocal num_steps
         num_steps += 1
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_synchronization():
             return launch(plan)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(engine._parts.runner, "launch", strict)
     run_engine(engine, requests(engine))

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.sync import no_synchronization
+
 from tests.kernels.test_moe import (  # isort: skip  (it chooses the interpreter before Triton is imported)
     BACKENDS,
     DEVICE,
@@ -31,7 +33,6 @@ from tests.kernels.workloads import MIXES, Mix, routing
 __all__ = ["_poison"]
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 LARGE = Shape(256, 192, 16, 4, dtype=torch.bfloat16)
@@ -116,12 +117,8 @@ class Captured:
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             step()
-        torch.cuda.synchronize()
-        try:
-            torch.cuda.set_sync_debug_mode("error")
+        with no_synchronization():
             step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.y = step()
