@@ -42,6 +42,31 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Ten
     ]
 
 
+class FixedArrays:
+    """Room for the int32 arrays of a step at addresses that never change, as captured graphs read them."""
+
+    _ALIGNMENT = 16  # integers: a kernel is compiled anew for a pointer that is not aligned so
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        """For arrays of at most these numbers of elements."""
+        self._starts = [0]
+        for size in sizes:
+            self._starts.append(self._starts[-1] + -(-size // self._ALIGNMENT) * self._ALIGNMENT)
+        self._data = torch.full((self._starts[-1],), -1, dtype=torch.int32, device=device)
+
+    def fill(self, arrays: Sequence[npt.NDArray[np.int32]]) -> list[Tensor]:
+        """The arrays in their places on the device, in their shapes; what they leave of their room is -1."""
+        packed = np.full(self._starts[-1], -1, dtype=np.int32)
+        for start, limit, array in zip(self._starts, self._starts[1:], arrays, strict=False):
+            assert array.size <= limit - start
+            packed[start : start + array.size] = array.reshape(-1)
+        self._data.copy_(on_host(packed, self._data.device), non_blocking=True)
+        return [
+            self._data[start : start + array.size].view(array.shape)
+            for start, array in zip(self._starts, arrays, strict=False)
+        ]
+
+
 def download(tensor: Tensor) -> Tensor:
     """A copy on the host, in pinned memory; it is there once what the current stream holds so far is done."""
     if tensor.device.type == "cpu":

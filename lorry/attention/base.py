@@ -43,6 +43,21 @@ class DecodeBatch:
 
 
 @dataclass(frozen=True)
+class PaddedBatch:
+    """A step of any chunks for a captured graph. Sequence i owns `query_lens[i]` rows, the last ones of its context.
+
+    `pages` [S, max_pages] int32 has the pages of sequence i in row i, `write_slots` [T] (-1: padding) the pool row of
+    each packed row; both are on the device, at fixed addresses, and made for any step: of at most S sequences and T
+    rows. Rows behind those of the sequences are padding.
+    """
+
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    pages: Tensor
+    write_slots: Tensor
+
+
+@dataclass(frozen=True)
 class AttentionParams:
     """What a layer asks for beside q, k, v. `sinks` [num_heads] are logits that take part in the softmax only."""
 
@@ -79,10 +94,19 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class CapturableAttention(AttentionBackend, Protocol):
-    """A backend whose steps of decodes can be captured in a CUDA graph."""
+    """A backend whose steps can be captured in a CUDA graph."""
+
+    def reserve(self, max_requests: int, max_rows: int, device: torch.device) -> None:
+        """Make room for what `plan_padded` describes; once each layer has seen a step with prefill."""
+        ...
 
     def plan_decode(self, batch: DecodeBatch) -> None:
         """As `plan`, for a step of decodes whose description is on the device already, at fixed addresses."""
+        ...
+
+    def plan_padded(self, batch: PaddedBatch) -> None:
+        """As `plan`, for a padded step: what the layers read of it is at fixed addresses, of shapes that depend on
+        those of `pages` and `write_slots` alone. The result of padding rows is zero."""
         ...
 
 

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lorry.attention.base import ATTENTION_BACKENDS, AttentionBatch, AttentionParams, DecodeBatch
+from lorry.attention.base import ATTENTION_BACKENDS, AttentionBatch, AttentionParams, DecodeBatch, PaddedBatch
 from lorry.config import PAGE_SIZE
 from lorry.kernels.paged_attention import paged_decode, write_kv
 from lorry.kernels.prefill_attention import PrefillBatch, paged_prefill, prefill_tile, prefill_work
 from lorry.kv.pool import LayerKV
-from lorry.upload import upload
+from lorry.upload import FixedArrays, upload
 
 IntArray = NDArray[np.int32]
 
@@ -34,10 +35,11 @@ class _Step:
 
 
 class TritonAttention:
-    """A step of decodes needs nothing but its page table and lengths on the device, so it can be captured in a graph.
+    """A step of decodes needs nothing but its page table and lengths on the device.
 
     Other steps are described by one copy from pinned memory: the sequences with one row go to the decode kernel, the
-    others to the prefill kernel. The host never waits for the device.
+    others to the prefill kernel. For captured steps it goes to fixed addresses, each sequence has a place in both
+    kernels, and lists of tiles are as long as they can get. The host never waits for the device.
     """
 
     name = "triton"
@@ -46,6 +48,8 @@ class TritonAttention:
         self._batch: AttentionBatch | None = None
         self._step: _Step | None = None
         self._cuts: set[Cut] = set()  # those of the model's layers, known once each of them has seen a prefill
+        self._fixed: FixedArrays | None = None  # what captured steps with prefill read, for the cuts known by then
+        self._fixed_cuts: list[Cut] = []
 
     def plan(self, batch: AttentionBatch) -> None:
         self._batch = batch
@@ -55,6 +59,21 @@ class TritonAttention:
         """As `plan`, for a step of decodes whose description is on the device already."""
         self._batch = None
         self._step = _Step(batch.write_slots, batch, None, None)
+
+    def reserve(self, max_requests: int, max_rows: int, device: torch.device) -> None:
+        self._fixed_cuts = sorted(self._cuts)
+        tiles = [2 * _max_tiles(cut, max_requests, max_rows) for cut in self._fixed_cuts]
+        self._fixed = FixedArrays([max_requests, max_requests, 4 * (max_requests + 2), *tiles], device)
+
+    def plan_padded(self, batch: PaddedBatch) -> None:
+        assert self._fixed is not None, "reserve comes first"
+        rows, lens, seqs, *works = self._fixed.fill(_padded_arrays(batch, self._fixed_cuts))
+        pages = batch.pages.view(-1)
+        prefills = {
+            cut: PrefillBatch(seqs, pages, work, cut[1]) for cut, work in zip(self._fixed_cuts, works, strict=True)
+        }
+        self._batch = None
+        self._step = _Step(batch.write_slots, DecodeBatch(batch.pages, lens, batch.write_slots), rows, prefills)
 
     @property
     def write_slots(self) -> Tensor:
@@ -114,6 +133,40 @@ def upload_step(batch: AttentionBatch, cuts: Collection[Cut]) -> _Step:
         if len(prefills)
         else None,
     )
+
+
+def _max_tiles(cut: Cut, max_requests: int, max_rows: int) -> int:
+    """Most tiles of a padded step: sequences and the padding behind them each have one that is not whole."""
+    group, rows = cut
+    return max_rows * group // rows + max_requests + 1
+
+
+def _padded_arrays(batch: PaddedBatch, cuts: Collection[Cut]) -> list[IntArray]:
+    """`rows` (-1: no decode) and `context_lens` of decodes, `seqs` of prefills, `work` for each cut.
+
+    Behind the sequences stands one of no context whose rows are the padding, and one without rows, which the unused
+    places of `work` name.
+    """
+    max_requests, max_rows, count = len(batch.pages), len(batch.write_slots), len(batch.query_lens)
+    query_lens = np.array(batch.query_lens, dtype=np.int32)
+    context_lens = np.array(batch.context_lens, dtype=np.int32)
+    first_rows = np.cumsum(query_lens, dtype=np.int32) - query_lens
+    num_rows = int(query_lens.sum())
+    single = query_lens == 1
+    rows, lens = np.full(max_requests, -1, dtype=np.int32), np.zeros(max_requests, dtype=np.int32)
+    rows[:count][single], lens[:count][single] = first_rows[single], context_lens[single]
+    seqs = np.zeros((max_requests + 2, 4), dtype=np.int32)
+    seqs[:count] = np.stack(
+        [first_rows, np.where(single, 0, query_lens), context_lens, np.arange(count) * batch.pages.shape[1]], axis=1
+    )
+    seqs[max_requests, :2] = num_rows, max_rows - num_rows
+    works = []
+    for cut in cuts:
+        work = np.full((_max_tiles(cut, max_requests, max_rows), 2), (max_requests + 1, 0), dtype=np.int32)
+        live = prefill_work(seqs[:, 1], seqs[:, 2], *cut)
+        work[: len(live)] = live
+        works.append(work)
+    return [rows, lens, seqs, *works]
 
 
 def _flat(pages: Sequence[tuple[int, ...]]) -> IntArray:

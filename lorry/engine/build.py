@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lorry.attention.base import AttentionBackend, CapturableAttention, make_attention_backend
 from lorry.config import PAGE_SIZE, EngineConfig
-from lorry.engine.graphs import DecodeGraphs
+from lorry.engine.graphs import StepGraphs
 from lorry.engine.memory import (
     HOST_FRACTION,
     KVSize,
@@ -195,10 +195,12 @@ class _Unfinished:
     budget: MemoryBudget
     dummies: tuple[DummyAdapter, ...]
 
-    def make_graphs(self, context: int) -> DecodeGraphs | None:
+    def make_graphs(self, context: int) -> StepGraphs | None:
         if self.config.disable_cuda_graph or not isinstance(self.attention, CapturableAttention):
             return None
-        return DecodeGraphs(self.loaded.model, self.attention, self.lora, self.runner.sampler.tokens, context)
+        tokens = self.runner.sampler.tokens
+        rows = max_step_tokens(self.config)
+        return StepGraphs(self.loaded.model, self.attention, self.lora, tokens, rows, context)
 
 
 def _finish_on_cuda(parts: _Unfinished, pool: dict[str, LayerKV], progress: Callable[[str], None]) -> KVSize:
@@ -215,22 +217,21 @@ def _finish_on_cuda(parts: _Unfinished, pool: dict[str, LayerKV], progress: Call
         measure_step(budget, device, lambda: parts.runner.launch(plan))
         trial = parts.make_graphs(bound)
         if trial is not None:
-            with budget.explained("decode graphs"):
-                budget.take("decode graphs", trial.estimate_bytes())
+            with budget.explained("graphs"):
+                budget.take("graphs", trial.estimate_bytes())
             del trial
         kv = size_kv(config, loaded.max_context, bytes_per_token, budget.left)
         budget.take("KV pool", kv.num_tokens * bytes_per_token)
         with budget.explained("KV pool"):
             grow_kv(pool, kv.num_pages)
-        with budget.explained("decode graphs"):
+        with budget.explained("graphs"):
             parts.runner.graphs = parts.make_graphs(kv.context)
             if parts.runner.graphs is not None:
-                before, estimate = used_bytes(device), budget.parts["decode graphs"]
+                before, estimate = used_bytes(device), budget.parts["graphs"]
                 parts.runner.graphs.capture(progress)
-                budget.parts["decode graphs"] = used_bytes(device) - before
+                budget.parts["graphs"] = used_bytes(device) - before
                 progress(
-                    f"decode graphs take {budget.parts['decode graphs'] / 2**30:.2f} GiB, "
-                    f"{estimate / 2**30:.2f} GiB were set aside"
+                    f"graphs take {budget.parts['graphs'] / 2**30:.2f} GiB, {estimate / 2**30:.2f} GiB were set aside"
                 )
         with budget.explained("largest step"):
             parts.runner.launch(largest_step(config, min(bound, kv.context), slot))

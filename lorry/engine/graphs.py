@@ -1,110 +1,61 @@
-"""Decode steps by CUDA graph: for each batch size of a ladder one without LoRA, and one for each kind of it."""
+"""Steps by CUDA graph: decodes for a ladder of batch sizes, steps with prefill for a ladder of numbers of rows; of
+each one without LoRA, and one for each kind of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lorry.attention.base import CapturableAttention, DecodeBatch
+from lorry.attention.base import CapturableAttention, DecodeBatch, PaddedBatch
 from lorry.config import PAGE_SIZE
+from lorry.engine.inputs import FixedInputs
 from lorry.engine.memory import used_bytes
-from lorry.engine.sequence import ScheduledChunk, StepPlan
+from lorry.engine.sequence import StepPlan
 from lorry.lora.batch import RequestRouting
 from lorry.lora.manager import LoRAManager, Variant
-from lorry.upload import upload
 
+Kind = Literal["decode", "mixed"]
+"""A step of one token for each sequence, or of any chunks."""
 
-def ladder(max_batch_size: int) -> list[int]:
-    """Batch sizes that are captured: dense at the small end, where padding costs most."""
-    sizes = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, *range(80, 257, 16), *range(288, 1025, 32)]
-    return [size for size in sizes if size < max_batch_size] + [max_batch_size]
-
-
-class DecodeInputs:
-    """Fixed device buffers of a decode step, filled by copies as large as what is new in the step.
-
-    `token_ids` are those that the host knows; the token of row i is element `sources[i]` of what the last step
-    sampled, `sampled`, with `token_ids` behind it. `pages` keeps what earlier steps wrote: a sequence that stays in
-    its row adds a page in one step of 16.
-    """
-
-    def __init__(self, sampled: Tensor, max_batch_size: int, max_pages: int, device: torch.device) -> None:
-        self._sampled = sampled
-        self._data = torch.zeros(5, max_batch_size, dtype=torch.int32, device=device)
-        self.sources, self.token_ids, self.positions, self.write_slots, self.context_lens = self._data
-        self.pages = torch.zeros(max_batch_size, max_pages, dtype=torch.int32, device=device)
-        self._padding = np.zeros((5, max_batch_size), dtype=np.int32)
-        self._padding[0] = len(sampled) + np.arange(max_batch_size)
-        self._padding[3] = -1
-        self._owners: list[list[int] | None] = [None] * max_batch_size
-        self._counts = [0] * max_batch_size
-
-    def fill(self, plan: StepPlan | None) -> None:
-        """Pack a plan of decodes; rows behind it are padding (no context, written nowhere)."""
-        packed = self._padding.copy()
-        arrays = [packed]
-        if plan is not None:
-            packed[1:, : len(plan.chunks)] = np.array([_row(chunk) for chunk in plan.chunks], dtype=np.int32).T
-            for i, chunk in enumerate(plan.chunks):
-                if chunk.source >= 0:
-                    packed[0, i] = chunk.source
-            arrays += self._new_pages(plan)
-        rows, *new_pages = upload(arrays, self._data.device)
-        self._data.copy_(rows)
-        if new_pages:
-            self.pages.view(-1).index_copy_(0, *new_pages)
-
-    def input_ids(self, size: int) -> Tensor:
-        """Token ids [size] int64 of the step; part of its graph."""
-        known = torch.cat([self._sampled, self.token_ids[:size]])
-        return known.index_select(0, self.sources[:size]).long()
-
-    def _new_pages(self, plan: StepPlan) -> list[npt.NDArray[Any]]:
-        """Places (int64) and numbers (int32) of the pages that are new in their row; empty where none are.
-
-        A sequence's list of pages only grows, and is another list once the sequence has lost its pages: the list
-        itself tells whether a row still holds what was written.
-        """
-        places, new = [], []
-        for i, chunk in enumerate(plan.chunks):
-            pages = chunk.sequence.pages
-            start = self._counts[i] if self._owners[i] is pages else 0
-            if start < len(pages):
-                first = i * self.pages.shape[1]
-                places.append(np.arange(first + start, first + len(pages)))
-                new += pages[start:]
-            self._owners[i], self._counts[i] = pages, len(pages)
-        return [np.concatenate(places), np.array(new, dtype=np.int32)] if new else []
-
-
-def _row(chunk: ScheduledChunk) -> tuple[int, int, int, int]:
-    """Token id, position, write slot and context length of a decode."""
-    sequence, position = chunk.sequence, chunk.start
-    token = sequence.token_ids[position] if chunk.source < 0 else 0
-    slot = sequence.pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
-    return token, position, slot, position + 1
-
+_NOTHING = StepPlan(())
 
 _MIN_GRAPH_BYTES = 2**21
 """Of a captured graph: some kilobytes for each of its kernels."""
 
 
+def decode_ladder(max_batch_size: int) -> list[int]:
+    """Batch sizes that are captured: dense at the small end, where padding costs most."""
+    sizes = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, *range(80, 257, 16), *range(288, 1025, 32)]
+    return [size for size in sizes if size < max_batch_size] + [max_batch_size]
+
+
+def mixed_ladder(max_rows: int) -> list[int]:
+    """Numbers of rows that are captured: padding is few rows at the small end, at most a fifth at the large one."""
+    sizes = [32, 64, 128, 256, 384, 512, 768]
+    octave = 1024
+    while octave < max_rows:
+        sizes += [octave, octave * 5 // 4, octave * 6 // 4, octave * 7 // 4]
+        octave *= 2
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
 @dataclass(frozen=True)
-class _Graph:
-    graph: torch.cuda.CUDAGraph
-    logits: Tensor
+class Shape:
+    """What a step is captured for: its kind and its number of rows, padding included."""
+
+    kind: Kind
+    num_rows: int
 
 
-class DecodeGraphs:
-    """Captured decode steps. A plan is padded to the next size of the ladder, and replays a graph without LoRA where
-    it is of base rows only, one without LoRA on experts where none of its adapters has any.
+class StepGraphs:
+    """Captured steps. A plan is padded to the next size of its ladder, and replays a graph without LoRA where it is
+    of base rows only, one without LoRA on experts where none of its adapters has any.
     """
 
     def __init__(
@@ -113,86 +64,111 @@ class DecodeGraphs:
         attention: CapturableAttention,
         lora: LoRAManager,
         sampled: Tensor,
+        max_rows: int,
         max_context: int,
     ) -> None:
-        """`sampled` [largest batch] int32: where every step leaves the tokens that it sampled."""
+        """`sampled` [most requests] int32: where every step leaves the tokens that it sampled."""
         self._model = model
         self._attention = attention
         self._lora = lora
-        self._sizes = ladder(len(sampled))
-        self._inputs = DecodeInputs(sampled, len(sampled), -(-max_context // PAGE_SIZE), model.device)
-        self._graphs: dict[tuple[int, Variant], _Graph] = {}
+        self._max_requests = len(sampled)
+        self._ladders: dict[Kind, list[int]] = {
+            "mixed": mixed_ladder(max_rows),
+            "decode": decode_ladder(len(sampled)),
+        }
+        self._inputs = FixedInputs(sampled, max(max_rows, len(sampled)), -(-max_context // PAGE_SIZE))
+        self._variants = lora.init_cuda_graphs(len(sampled), max_rows)
+        attention.reserve(len(sampled), max_rows, model.device)
+        self._graphs: dict[tuple[Shape, Variant], torch.cuda.CUDAGraph] = {}
+        self._logits: Tensor | None = None
         self._memory: Any = None
+        self._stream: torch.cuda.Stream | None = None  # the same for all: streams do not share memory
 
+    @torch.inference_mode()
     def capture(self, progress: Callable[[str], None]) -> None:
-        """Capture every size, largest first so that the smaller ones share its memory. Takes seconds for each."""
-        variants = self._lora.init_cuda_graphs(self._sizes[-1])
-        with torch.inference_mode():
-            for done, size in enumerate(reversed(self._sizes), start=1):
-                for variant in variants:
-                    self._graphs[size, variant] = self._capture_one(size, variant)
-                progress(f"captured decode graphs for batch size {size} ({done} of {len(self._sizes)})")
+        """Capture everything, largest first so that what follows shares its memory. Takes seconds for each size."""
+        shapes = [Shape(kind, size) for kind, sizes in self._ladders.items() for size in reversed(sizes)]
+        for done, shape in enumerate(shapes, start=1):
+            for variant in self._variants:
+                self._graphs[shape, variant] = self._capture_one(shape, variant)
+            progress(f"captured {shape.kind} steps of {shape.num_rows} rows ({done} of {len(shapes)})")
 
+    @torch.inference_mode()
     def estimate_bytes(self) -> int:
-        """Device memory that `capture` will take, by trial captures of the two largest sizes, which are dropped.
+        """Device memory that `capture` will take, by trial captures of the two largest sizes of each kind, which are
+        dropped.
 
-        The first brings the memory that all graphs share. Each further graph has its own logits and launches: it is
-        taken to cost what the second did, in proportion to its size.
+        The first brings the memory that all graphs share. Each further graph of a kind is taken to cost what the
+        second of the kind did: that of its launches.
         """
-        variants = self._lora.init_cuda_graphs(self._sizes[-1])
-        with torch.inference_mode():
-            self._capture_one(self._sizes[-1], variants[-1])  # loads kernels, which is no cost of graphs
-            self._memory = None
-            used = [used_bytes(self._model.device)]
-            for size in self._sizes[:-3:-1]:
-                self._graphs[size, variants[-1]] = self._capture_one(size, variants[-1])
-                used.append(used_bytes(self._model.device))
-        self._graphs.clear()
-        self._memory = None
-        shared, further = used[1] - used[0], used[-1] - used[1]
-        costs = [max(further * size // self._sizes[-2:][0], _MIN_GRAPH_BYTES) for size in self._sizes]
-        return max(0, shared) + len(variants) * sum(costs)
+        device, variant = self._model.device, self._variants[-1]
+        self._capture_one(Shape("mixed", self._ladders["mixed"][-1]), variant)  # loads kernels: no cost of graphs
+        self._memory = self._logits = None
+        trial, used, total = [], [used_bytes(device)], 0
+        for kind, sizes in self._ladders.items():
+            for size in sizes[:-3:-1]:
+                trial.append(self._capture_one(Shape(kind, size), variant))
+                used.append(used_bytes(device))
+            total += len(sizes) * len(self._variants) * max(used[-1] - used[-2], _MIN_GRAPH_BYTES)
+        total += max(0, used[1] - used[0])
+        del trial
+        self._memory = self._logits = None
+        return total
 
     def fits(self, plan: StepPlan) -> bool:
-        """Whether the plan is decodes alone, and not more than were captured for."""
-        return len(plan.chunks) <= self._sizes[-1] and all(c.num_tokens == 1 for c in plan.chunks)
+        """Whether steps were captured that hold the plan."""
+        return len(plan.chunks) <= self._max_requests and plan.num_tokens <= self._ladders["mixed"][-1]
 
     def replay(self, plan: StepPlan, routing: RequestRouting) -> Tensor:
-        """Logits [number of chunks, vocab] of a plan that fits; valid until the next replay."""
-        count = len(plan.chunks)
-        size = next(size for size in self._sizes if size >= count)
-        self._inputs.fill(plan)
-        self._lora.prepare_lora_batch(routing, num_padded_tokens=size)
-        captured = self._graphs[size, self._lora.variant]
-        captured.graph.replay()
-        return captured.logits[:count]
+        """Logits [number of chunks that sample, vocab] of a plan that fits; valid until the next replay."""
+        kind: Kind = "decode" if all(chunk.num_tokens == 1 for chunk in plan.chunks) else "mixed"
+        num_rows = plan.num_tokens
+        shape = Shape(kind, next(size for size in self._ladders[kind] if size >= num_rows))
+        self._lora.prepare_lora_batch(routing, shape.num_rows)
+        self._give(plan, shape)
+        self._graphs[shape, self._lora.variant].replay()
+        assert self._logits is not None
+        return self._logits[: len(plan.sampling)]
 
-    def _capture_one(self, size: int, variant: Variant) -> _Graph:
-        self._inputs.fill(None)
-        self._lora.prepare_capture(size, variant)
-        self._attention.plan_decode(self._batch(size))
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles kernels and settles the allocator
-                self._forward(size)
-        torch.cuda.current_stream().wait_stream(stream)
+    def _give(self, plan: StepPlan, shape: Shape) -> None:
+        """Write a plan to where the graphs of the shape read it."""
+        inputs, num_rows = self._inputs, shape.num_rows
+        inputs.fill(plan, num_rows)
+        requests = min(self._max_requests, num_rows)
+        pages, write_slots = inputs.pages[:requests], inputs.write_slots[:num_rows]
+        if shape.kind == "decode":
+            self._attention.plan_decode(DecodeBatch(pages, inputs.context_lens[:requests], write_slots))
+        else:
+            query_lens = tuple(chunk.num_tokens for chunk in plan.chunks)
+            context_lens = tuple(chunk.start + chunk.num_tokens for chunk in plan.chunks)
+            self._attention.plan_padded(PaddedBatch(query_lens, context_lens, pages, write_slots))
+
+    def _capture_one(self, shape: Shape, variant: Variant) -> torch.cuda.CUDAGraph:
+        self._lora.prepare_capture(shape.num_rows, variant)
+        self._give(_NOTHING, shape)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._forward(shape)  # compiles kernels and settles the allocator
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=stream):
-            logits = self._forward(size)
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+            self._forward(shape)
         self._memory = self._memory or graph.pool()
         self._lora.end_capture()
-        return _Graph(graph, logits)
+        return graph
 
-    def _batch(self, size: int) -> DecodeBatch:
+    def _forward(self, shape: Shape) -> None:
+        """One step; its logits, of the rows that sample, go to where all graphs leave them."""
         inputs = self._inputs
-        return DecodeBatch(inputs.pages[:size], inputs.context_lens[:size], inputs.write_slots[:size])
-
-    def _forward(self, size: int) -> Tensor:
         output = self._model(
-            input_ids=self._inputs.input_ids(size)[None],
-            position_ids=self._inputs.positions[:size].long()[None],
+            input_ids=inputs.input_ids(shape.num_rows)[None],
+            position_ids=inputs.positions[: shape.num_rows].long()[None],
             use_cache=False,
+            logits_to_keep=inputs.logit_rows[: min(self._max_requests, shape.num_rows)].long(),
         )
-        logits: Tensor = output.logits[0]
-        return logits
+        logits = output.logits[0]
+        if self._logits is None:
+            self._logits = logits.new_empty(self._max_requests, logits.shape[1])
+        self._logits[: len(logits)].copy_(logits)

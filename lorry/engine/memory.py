@@ -1,7 +1,7 @@
 """How a GPU's memory is divided: what each part takes, what is left for KV, and an error that explains itself.
 
 Weights and the arena are allocated first. With a KV pool of one page, whose pages stand for all others, the largest
-step is run and the largest decode graphs are captured on trial; both are measured. The rest is the KV pool.
+step is run and the largest graphs are captured on trial; both are measured. The rest is the KV pool.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WAYS = {
     "weights": "--dtype bfloat16, or a smaller model",
     "arena of adapters": "--lora-memory, or --no-enable-lora",
     "largest step": "--chunked-prefill-size, --max-running-requests",
-    "decode graphs": "--max-running-requests, or --disable-cuda-graph",
+    "graphs": "--max-running-requests, --chunked-prefill-size, or --disable-cuda-graph",
     "KV pool": "--max-total-tokens, --context-length",
 }
 """The parts, and the flags that lower each."""

@@ -98,7 +98,8 @@ def _merge_kernel(
 ):  # fmt: skip
     """Weighted sum of the parts of one (sequence, head), in a fixed order. Rows of an empty context are zero.
 
-    BLOCK_S is the most parts there can be whatever the page table's width, so that this does not change the order.
+    A row of -1 is none. BLOCK_S is the most parts there can be whatever the page table's width, so that this does not
+    change the order.
     """
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = seq * HEADS + head
@@ -114,7 +115,8 @@ def _merge_kernel(
     row = seq
     if HAS_ROWS:
         row = tl.load(rows_ptr + seq).to(tl.int64)
-    tl.store(out_ptr + (row * HEADS + head) * DV + dv, out, mask=dv < DV)
+    if row >= 0:
+        tl.store(out_ptr + (row * HEADS + head) * DV + dv, out, mask=dv < DV)
 
 
 def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -165,7 +167,8 @@ def paged_decode(
     q [B, H, DK], keys [rows, Hkv, DK], values [rows, Hkv, DV], pages [B, max_pages] int32, context_lens [B] int32
     (the query is the last token; 0: padding, the row is zero) -> [B, H, DV]. With `rows` [B] int32 the query of
     sequence b is q[rows[b]] of q [T, H, DK] and its result is out[rows[b]] of `out` [T, H, DV], contiguous, whose
-    other rows are left as they are. `sliding_window` w: only the last w. `softcap` c: scores become c tanh(s / c).
+    other rows are left as they are; a sequence without a query has -1 there, and a context of 0.
+    `sliding_window` w: only the last w. `softcap` c: scores become c tanh(s / c).
     `sinks` [H] are further logits of the softmax without a value. Products accumulate in float32. The cut of a
     context into parts depends on its own length and on B, so a row does not depend on its neighbours' contents or
     lengths. The grid is by capacity, and lengths are read on the device: safe under graph capture. Source:

@@ -134,6 +134,7 @@ class PrefillBatch:
     """Sequences of a step on the device, all int32, and the tiles of `tile_rows` rows they are cut into.
 
     `seqs` [S, 4]: first packed row, number of query rows, context length with these, start of its own in `pages`.
+    Rows of a sequence without any context are padding: their result is zero.
     `pages` [P]: pages of all sequences. `work` [W, 2]: index of the sequence, index of the tile in it.
     """
 

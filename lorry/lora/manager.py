@@ -16,7 +16,6 @@ from lorry.lora.experts.base import ExpertsLayer, make_experts_backend
 from lorry.lora.weights import AdapterWeights
 from lorry.models.hooks import ExpertsHook
 from lorry.models.sites import Site, SiteKind, find_experts
-from lorry.types import BASE_SLOT
 
 if TYPE_CHECKING:
     from lorry.kernels.dense_fused import GroupLoRA
@@ -92,11 +91,12 @@ class LoRAManager:
             self.variant = next(variant for variant, launched in _LAUNCHED.items() if kinds <= launched)
             self.batch = self.dense.prepare_lora_batch(routing, num_padded_tokens)
 
-    def init_cuda_graphs(self, max_batch_size: int) -> list[Variant]:
-        """Allocate what captured decode steps read; the variants of a step that are to be captured."""
+    def init_cuda_graphs(self, max_requests: int, max_rows: int) -> list[Variant]:
+        """Allocate what captured steps read; the variants of a step that are to be captured."""
         if self.arena is None or self.dense is None:
             return ["base"]
-        self.dense.init_cuda_graph_batch_info(max_batch_size, max_batch_size)
+        self.dense.init_cuda_graph_batch_info(max_requests, max_requests)  # decodes, without room for other steps
+        self.dense.init_cuda_graph_batch_info(max_requests, max_rows)
         kinds = {site.kind for site in self.arena.sites}
         return [variant for variant, launched in _LAUNCHED.items() if launched <= kinds]
 
@@ -106,8 +106,8 @@ class LoRAManager:
         Every site of the variant is launched, whatever is resident now: the kernels find out in the tables.
         """
         self._capturing, self.variant = variant != "base", variant
-        routing = RequestRouting((1,) * num_tokens, (BASE_SLOT,) * num_tokens)
-        self.batch = self.dense.prepare_lora_batch(routing, num_tokens) if self.dense and self._capturing else None
+        nothing = RequestRouting((), ())
+        self.batch = self.dense.prepare_lora_batch(nothing, num_tokens) if self.dense and self._capturing else None
 
     def end_capture(self) -> None:
         """Back to steps of their own."""

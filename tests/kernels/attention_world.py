@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorry.attention.base import AttentionBackend, AttentionBatch, AttentionParams
+from lorry.attention.base import AttentionBackend, AttentionBatch, AttentionParams, PaddedBatch
 from lorry.config import PAGE_SIZE
 from lorry.kv.pool import KVShape, LayerKV, allocate_kv
 
@@ -89,6 +89,15 @@ class World:
             backend.plan(self.batch)
         q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (self.q, self.k, self.v))
         return backend.run(q, k, v, self.kv, self.params)
+
+    def padded(self, max_requests: int, max_pages: int) -> PaddedBatch:
+        """The step as a captured one takes it, of as many rows as q has."""
+        pages = torch.zeros(max_requests, max_pages, dtype=torch.int32, device=DEVICE)
+        for i, own in enumerate(self.batch.pages):
+            pages[i, : len(own)] = torch.tensor(own)
+        slots = torch.full((len(self.q),), -1, dtype=torch.int32, device=DEVICE)
+        slots[: len(self.batch.write_slots)] = self.batch.write_slots
+        return PaddedBatch(self.batch.query_lens, self.batch.context_lens, pages, slots)
 
     def reference(self) -> tuple[Tensor, LayerKV]:
         """Explicit float32 attention [rows, H, DV], padding left out, and the pool after the step."""

@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from lorry.attention.base import DecodeBatch
+from lorry.attention.base import DecodeBatch, PaddedBatch
 from lorry.attention.triton import TritonAttention
 from lorry.config import PAGE_SIZE
 from lorry.kernels.paged_attention import paged_decode
@@ -76,6 +76,37 @@ def test_rows_do_not_depend_on_neighbours(model: str):
     pair = World(feature, [(1, 1500), (1, 30)], dtype, names=[6, 7]).run(TritonAttention())
     other = World(feature, [(64, 64), (1, 5000), (1, 1500)], dtype, names=[1, 2, 6]).run(TritonAttention())
     assert torch.equal(other[-1], pair[0])
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss", "gemma-2", "deepseek-v3"])
+def test_a_captured_step_serves_any_chunks(model: str, step: str):
+    """Captured with padding alone, replayed with chunks and decodes; its padding holds NaN and comes out as zero."""
+    world = World(MODELS[model], STEPS[step], torch.bfloat16, padding=130)
+    expected, pool = world.reference()
+    backend = TritonAttention()
+    World(MODELS[model], [(3, 3)], torch.bfloat16).run(backend)
+    backend.reserve(16, 4096, world.q.device)
+    batch = world.padded(16, 256)
+    slots = batch.write_slots.clone()
+    batch.write_slots.fill_(-1)
+    backend.plan_padded(PaddedBatch((), (), batch.pages, batch.write_slots))
+    arguments = (world.q, world.k, world.v, world.kv, world.params)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        backend.run(*arguments)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = backend.run(*arguments)
+    batch.write_slots.copy_(slots)
+    backend.plan_padded(batch)
+    graph.replay()
+    assert relative_error(out[:-130], expected) < 2e-2
+    assert (out[-130:] == 0).all()
+    assert torch.equal(world.kv.keys.nan_to_num(99), pool.keys.nan_to_num(99))
+    assert torch.equal(world.kv.values.nan_to_num(99), pool.values.nan_to_num(99))
 
 
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss", "deepseek-v3"])

@@ -30,8 +30,9 @@ class DenseBackend(Protocol):
     """The largest rank it can serve; None: any."""
 
     def init_cuda_graph_batch_info(self, max_bs: int, max_tokens: int) -> None:
-        """Allocate the fixed buffers of padded steps, once, before any graph is captured.
+        """Allocate the fixed buffers of padded steps of so many requests and rows, before any graph is captured.
 
+        Called again for larger steps: each step uses the smallest buffers that hold it.
         `ConfigError` where the backend cannot be captured.
         """
         ...
@@ -40,7 +41,7 @@ class DenseBackend(Protocol):
         """Segment the rows of one step; called once per step, outside of any graph. Never synchronises with a GPU.
 
         Rows and requests are padded to `num_padded_tokens`, with slot -1. Where `init_cuda_graph_batch_info` has
-        reserved so many rows, everything is in the fixed buffers, which the next such call overwrites, requests are
+        reserved so many rows, everything is in fixed buffers, which a later such call overwrites, requests are
         padded to at most `max_bs`, and shapes depend on `num_padded_tokens` alone. Call on the stream of the step.
         """
         ...

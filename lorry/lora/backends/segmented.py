@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -13,8 +14,10 @@ from lorry.kernels.dense import Segments, add_lora
 from lorry.kernels.dense_fused import GroupLoRA
 from lorry.kernels.tables import MAX_RANK
 from lorry.lora.arena import Arena, ResidentSite
-from lorry.lora.backends.buffers import Ints, StepBuffers
 from lorry.lora.batch import LoRABatchInfo, PackedRouting, RequestRouting
+from lorry.upload import FixedArrays, upload
+
+Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,14 @@ class Cut:
     weight_indices: Ints
     permutation: Ints | None
     max_seg_len: int
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """What captured steps of up to so many requests read."""
+
+    max_bs: int
+    arrays: FixedArrays
 
 
 class SegmentedBackend(ABC):
@@ -40,9 +51,8 @@ class SegmentedBackend(ABC):
         self._arena = arena
         self._dense_sites = [site.index for site in arena.sites if site.kind != "experts"]
         self._widths = {site.index: site.out_features for site in arena.sites}
-        self._buffers = StepBuffers(device)
-        self._max_bs = 0
-        self._max_tokens = 0
+        self._device = device
+        self._fixed: dict[int, _Fixed] = {}
         self._ranks: dict[int, tuple[int, ResidentSite | None, int]] = {}
 
     @abstractmethod
@@ -54,19 +64,23 @@ class SegmentedBackend(ABC):
         """The segments of a step, `_capacity` of them where the step is padded."""
 
     def init_cuda_graph_batch_info(self, max_bs: int, max_tokens: int) -> None:
-        self._max_bs, self._max_tokens = max_bs, max_tokens
-        segments = self._capacity(max_bs, max_tokens)
-        self._buffers.reserve([max_bs + 1, max_bs, max_tokens, segments + 1, segments, max_tokens])
+        segments = max(self._capacity(min(max_bs, rows), rows) for rows in range(1, max_tokens + 1))
+        sizes = [max_bs + 1, max_bs, max_tokens, segments + 1, segments, max_tokens]
+        self._fixed[max_tokens] = _Fixed(max_bs, FixedArrays(sizes, self._device))
 
     def prepare_lora_batch(self, routing: RequestRouting, num_padded_tokens: int | None = None) -> LoRABatchInfo:
-        fixed = num_padded_tokens is not None and num_padded_tokens <= self._max_tokens
-        padded_bs = min(self._max_bs, num_padded_tokens or 0) if fixed else num_padded_tokens
+        padded_bs, fixed = num_padded_tokens, None
+        if num_padded_tokens is not None:
+            enough = [max_tokens for max_tokens in self._fixed if max_tokens >= num_padded_tokens]
+            fixed = self._fixed[min(enough)] if enough else None
+            padded_bs = num_padded_tokens if fixed is None else min(fixed.max_bs, num_padded_tokens)
         packed = PackedRouting.of(routing, num_padded_tokens, padded_bs)
         cut = self._cut(packed)
         arrays = [packed.indptr, packed.slots, packed.token_slots, cut.seg_indptr, cut.weight_indices]
         if cut.permutation is not None:
             arrays.append(cut.permutation)
-        indptr, slots, token_slots, seg_indptr, weight_indices, *rest = self._buffers.fill(arrays, fixed)
+        there = upload(arrays, self._device) if fixed is None else fixed.arrays.fill(arrays)
+        indptr, slots, token_slots, seg_indptr, weight_indices, *rest = there
         adapters = routing.adapter_slots
         max_rank = max((self._max_rank(slot) for slot in adapters), default=1)
         assert max_rank <= MAX_RANK, f"rank {max_rank} is past the {MAX_RANK} that the kernels are made for"
@@ -81,8 +95,8 @@ class SegmentedBackend(ABC):
             req_seg_indptr=indptr,
             req_weight_indices=slots,
             max_seg_len=cut.max_seg_len,
-            max_rank=MAX_RANK if fixed else max_rank,
-            fixed=fixed,
+            max_rank=max_rank if fixed is None else MAX_RANK,
+            fixed=fixed is not None,
         )
 
     def add_lora(self, y: Tensor, x: Tensor, sites: tuple[int, ...], info: LoRABatchInfo) -> None:
