@@ -47,7 +47,7 @@ class EngineConfig(BaseModel):
     max_running_requests: int = Field(64, ge=1, description="most requests in one step")
     chunked_prefill_size: int = Field(512, ge=1, description="most rows (tokens) in one step")
     max_total_tokens: int | None = Field(None, ge=PAGE_SIZE, description="tokens that the KV pool holds")
-    disable_cuda_graph: bool = Field(False, description="run decode steps eagerly on CUDA too")
+    disable_cuda_graph: bool = Field(False, description="run steps eagerly on CUDA too")
     disable_overlap_schedule: bool = Field(False, description="read each step's tokens before planning the next")
     disable_grafts: bool = Field(False, description="run every layer as transformers wrote it, on CUDA too")
     mem_fraction_static: float | None = Field(
