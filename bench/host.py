@@ -13,7 +13,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the routing is packed by the backend that CUDA has
 
 from lorry.config import PAGE_SIZE, EngineConfig
+from lorry.engine.build import Parts
 from lorry.engine.engine import Engine
 from lorry.engine.graphs import DecodeInputs
 from lorry.engine.runner import LaunchedStep
@@ -35,8 +36,6 @@ from lorry.lora.backends.base import make_dense_backend
 from lorry.lora.batch import RequestRouting
 from lorry.types import EngineRequest, SamplingParams
 
-BATCHES = (1, 8, 32, 128)
-NUM_STEPS = 300
 PARTS = ("schedule", "pack", "route", "sample", "read", "rest")
 
 
@@ -59,7 +58,8 @@ class Clock:
         self.steps.append(dict.fromkeys((*PARTS, "total"), 0.0))
 
     def median(self, name: str) -> float:
-        return statistics.median(step[name] for step in self.steps[NUM_STEPS // 4 :]) * 1e6
+        """Microseconds, without the first quarter of the steps."""
+        return statistics.median(step[name] for step in self.steps[len(self.steps) // 4 :]) * 1e6
 
 
 class Runner:
@@ -89,19 +89,17 @@ class Runner:
 
 def measure(batch: int, args: argparse.Namespace) -> Clock:
     clock = Clock()
-    pages = batch * -(-(args.context + NUM_STEPS + PAGE_SIZE) // PAGE_SIZE)
+    pages = batch * -(-(args.context + args.steps + PAGE_SIZE) // PAGE_SIZE)
     scheduler = Scheduler(PagePool(pages, PAGE_SIZE), batch, batch * args.context)
     embeddings = SimpleNamespace(weight=torch.empty(args.vocab, 0))
     model = SimpleNamespace(get_input_embeddings=lambda: embeddings)
-    info = SimpleNamespace(context_length=args.max_context, eos_token_ids=(0,))
-    parts: Any = SimpleNamespace(
-        loaded=SimpleNamespace(model=model),
-        lora=SimpleNamespace(unload=None),
-        runner=Runner(clock, batch, args),
-        scheduler=scheduler,
-        info=info,
-    )
-    engine = Engine(EngineConfig(model="none"), parts=parts)
+    fakes: dict[str, Any] = {  # all that is needed of each
+        "loaded": SimpleNamespace(model=model),
+        "lora": SimpleNamespace(unload=None),
+        "runner": Runner(clock, batch, args),
+        "info": SimpleNamespace(context_length=args.max_context, eos_token_ids=(0,)),
+    }
+    engine = Engine(EngineConfig(model="none"), parts=Parts(sites=(), scheduler=scheduler, **fakes))
     schedule, launched = scheduler.schedule, scheduler.launched
     scheduler.schedule = clock.timed("schedule", schedule)  # type: ignore[method-assign]
     scheduler.launched = clock.timed("schedule", launched)  # type: ignore[method-assign]
@@ -110,7 +108,7 @@ def measure(batch: int, args: argparse.Namespace) -> Clock:
         temperature=args.temperature,
         top_p=args.top_p,
         repetition_penalty=args.repetition_penalty,
-        max_tokens=NUM_STEPS,
+        max_tokens=args.steps,
         ignore_eos=True,
         seed=1,
     )
@@ -128,7 +126,7 @@ def measure(batch: int, args: argparse.Namespace) -> Clock:
     return clock
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--vocab", type=int, default=151936 if torch.cuda.is_available() else 256)
@@ -137,9 +135,11 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--repetition-penalty", type=float, default=1.0)
-    args = parser.parse_args()
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--steps", type=int, default=300, help="tokens of each answer (default: 300)")
+    args = parser.parse_args(argv)
     print("batch", *(f"{part:>9}" for part in (*PARTS, "total")))
-    for batch in BATCHES:
+    for batch in args.batch:
         clock = measure(batch, args)
         print(f"{batch:5}", *(f"{clock.median(part):9.0f}" for part in (*PARTS, "total")))
 
