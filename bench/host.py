@@ -25,7 +25,7 @@ if not torch.cuda.is_available():
 from lorry.config import PAGE_SIZE, EngineConfig
 from lorry.engine.build import Parts
 from lorry.engine.engine import Engine
-from lorry.engine.graphs import DecodeInputs
+from lorry.engine.inputs import FixedInputs
 from lorry.engine.runner import LaunchedStep
 from lorry.engine.sampler import Sampler
 from lorry.engine.scheduler import Scheduler
@@ -69,7 +69,7 @@ class Runner:
         device = torch.device(args.device)
         self._logits = torch.randn(batch, args.vocab, device=device)
         self._sampler = Sampler(batch, device)
-        inputs = DecodeInputs(self._sampler.tokens, batch, args.max_context // PAGE_SIZE, device)
+        inputs = FixedInputs(self._sampler.tokens, batch, args.max_context // PAGE_SIZE)
         lora = make_dense_backend("csgmv", Arena((), 2**10, 8, torch.bfloat16, device), device)
         lora.init_cuda_graph_batch_info(batch, batch)
         self._pack = clock.timed("pack", inputs.fill)
@@ -80,7 +80,7 @@ class Runner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         chunks = plan.chunks
         if all(chunk.num_tokens == 1 for chunk in chunks):
-            self._pack(plan)
+            self._pack(plan, len(self._logits))
             slots = tuple(i % 8 for i in range(len(chunks)))
             self._route(RequestRouting((1,) * len(chunks), slots), len(self._logits))
         sampling = plan.sampling

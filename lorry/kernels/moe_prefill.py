@@ -161,7 +161,7 @@ def _prefill_kernel(
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     num_tiles = tl.load(order.counts)
     stop = num_tiles * TILES_N
-    if PERSISTENT == 0:
+    if PERSISTENT == 0:  # one tile, whatever the step
         stop = tl.minimum(stop, tl.program_id(0) + 1)
     for index in tl.range(tl.program_id(0), stop, PROGRAMS, flatten=PERSISTENT == 2):
         tile, column = _place(index, num_tiles, TILES_N)
@@ -230,7 +230,7 @@ def prefill_product(
         BLOCK_K=tile.block_k,
         PRECISION=dot_precision(x),
         PERSISTENT=tile.persistent,
-        PROGRAMS=programs,
+        PROGRAMS=programs if tile.persistent else 1,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip
