@@ -175,15 +175,15 @@ def fused_experts(
     if plan is not None:
         return prefill_experts(x, top_k_index, top_k_weights, weights, lora, plan)
     first, second = tiles or choose_tile(x, weights, num_pairs)
-    pdl = first.pdl and x.is_cuda
+    pdl, second_pdl = first.pdl and x.is_cuda, second.pdl and x.is_cuda
     if lora is None:
         order = sort_pairs(top_k_index, None, 0, weights.num_experts, first.block_m, pdl=pdl)
         inter = grouped_product(x, weights.first, weights.activation, order, first, wait=int(pdl))
         out = grouped_product(inter, weights.second, Activation("none"), order, second, top_k_weights=top_k_weights,
-                              wait=3 if pdl else 0)  # fmt: skip
+                              wait=3 if second_pdl else 0)  # fmt: skip
     else:
-        out = _with_lora(x, top_k_index, top_k_weights, weights, lora, (first, second), pdl)
-    return sum_choices(out, top_k_index, weights.num_experts, pdl=pdl)
+        out = _with_lora(x, top_k_index, top_k_weights, weights, lora, (first, second))
+    return sum_choices(out, top_k_index, weights.num_experts, pdl=second_pdl)
 
 
 def _with_lora(
@@ -193,8 +193,8 @@ def _with_lora(
     weights: ExpertsWeights,
     lora: LoRASites,
     tiles: tuple[Tile, Tile],
-    pdl: bool,
 ) -> Tensor:
+    pdl, second_pdl = (tile.pdl and x.is_cuda for tile in tiles)
     inter, max_rank = weights.first.out_features, lora.max_rank
     experts, block_m, by_pair = weights.num_experts, tiles[0].block_m, tiles[0].shrink_by_pair
     if top_k_index.numel() <= MAX_COUNTED_PAIRS:
@@ -211,8 +211,8 @@ def _with_lora(
     hidden = grouped_product(x, weights.first, weights.activation, order, tiles[0], h=h, plan=first,
                              max_rank=max_rank, wait=wait)  # fmt: skip
     if tiles[1].shrink_by_pair:
-        h = shrink_pairs(hidden, order, down, max_rank, pdl=pdl)
+        h = shrink_pairs(hidden, order, down, max_rank, pdl=second_pdl)
     else:
-        h = shrink_groups(hidden, order, down, max_rank, pdl=pdl)
+        h = shrink_groups(hidden, order, down, max_rank, pdl=second_pdl)
     return grouped_product(hidden, weights.second, Activation("none"), order, tiles[1], top_k_weights=top_k_weights,
-                           h=h, plan=down, max_rank=max_rank, wait=2 if pdl else 0)  # fmt: skip
+                           h=h, plan=down, max_rank=max_rank, wait=2 if second_pdl else 0)  # fmt: skip

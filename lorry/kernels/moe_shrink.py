@@ -148,7 +148,8 @@ def shrink_groups(
     h = empty_h(x, num_pairs, num_sites, max_rank)
     block_r = rank_block(max_rank)
     few = order.positions is None
-    parts = min(4, triton.cdiv(max_rank, block_r)) if few else 1
+    # Programs of parts that no rank reaches come in the way of those with work: only where there is room for them.
+    parts = min(4, triton.cdiv(max_rank, block_r)) if few and num_pairs <= 256 else 1
     split = few and num_sites == 2
     by_pair = x.shape[0] == num_pairs
     block_k = block_k or (256 if block_r == 16 else 128)

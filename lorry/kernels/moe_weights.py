@@ -137,7 +137,8 @@ def choose_tile(x: Tensor, weights: ExpertsWeights, num_pairs: int) -> tuple[Til
     if per_expert <= 3:
         return replace(first, pdl=True), Tile(16, 128, 128, 4, 3, group_slots=2, pdl=True, **pair)
     if per_expert <= 12:
-        return first, Tile(16, 128, 128, 4, 3, group_slots=4, **pair)
+        by_group = replace(first, pdl=True, shrink_by_pair=False)  # what its shrink leaves idle, the product takes
+        return by_group, Tile(16, 128, 128, 4, 3, group_slots=4, **pair)
     if per_expert <= 48:
         return Tile(32, 64, 64, 4, 4, ahead=True, group_slots=2), Tile(32, 128, 64, 4, 4, ahead=True, group_slots=2)
     return Tile(64, 128, 64, 8, 3), Tile(64, 128, 64, 4, 4)
