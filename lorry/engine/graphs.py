@@ -37,7 +37,7 @@ def decode_ladder(max_batch_size: int) -> list[int]:
 
 
 def mixed_ladder(max_rows: int) -> list[int]:
-    """Numbers of rows that are captured: padding is few rows at the small end, at most a quarter at the large one."""
+    """Numbers of rows that are captured: padding is few rows at the small end, a quarter of a large step at most."""
     sizes = [32, 64, 128, 256, 512, 768]
     octave = 1024
     while octave < max_rows:
