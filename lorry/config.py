@@ -72,7 +72,25 @@ class EngineConfig(BaseModel):
     lora_target_modules: tuple[str, ...] | None = Field(
         None, description="serve only adapters whose modules are all among these, e.g. q_proj v_proj experts"
     )
-    max_loras_per_batch: int = Field(64, ge=1, description="most adapters resident on the device")
+    max_loras_per_batch: int = Field(64, ge=1, description="most adapters on the device at a time")
+    max_loaded_loras: int | None = Field(
+        None, ge=1, description="most adapters in the host's memory; others are read again when they are asked for"
+    )
+    lora_host_memory: int | None = Field(
+        None, description="bytes of the host's memory for adapters, e.g. 64GiB (default: no limit)"
+    )
+    lora_eviction_policy: Literal["lru", "fifo"] = Field(
+        "lru", description="which adapter makes room on the device: the least recently used one, or the oldest"
+    )
+    lora_drain_wait_threshold: float | None = Field(
+        None,
+        ge=0,
+        description="seconds after which a request whose adapter finds no room on the device makes another adapter "
+        "finish its requests and yield (default: never)",
+    )
+    max_requests_per_lora: int | None = Field(
+        None, ge=1, description="most requests of one adapter in steps at a time; further ones wait"
+    )
     lora_memory: int | None = Field(
         None, description="bytes of the arena that holds adapters, e.g. 2GiB (default: 1GiB, or 1/8 of a GPU)"
     )
@@ -81,7 +99,7 @@ class EngineConfig(BaseModel):
     )
     dummy_rank: int = Field(16, ge=1, description="rank of the dummy adapters")
 
-    @field_validator("lora_memory", mode="before")
+    @field_validator("lora_memory", "lora_host_memory", mode="before")
     @classmethod
     def _bytes(cls, value: Any) -> Any:
         return parse_bytes(value) if isinstance(value, str) else value

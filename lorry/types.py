@@ -121,6 +121,27 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     examples: tuple[str, ...] = ()
 
 
+class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an adapter is now, and who uses it.
+
+    `residency` is the best place that holds its weights: on the device, in the host's memory, or only registered (its
+    files). `num_running` requests are in steps, `num_waiting` wait for it to come to the device.
+    """
+
+    info: AdapterInfo
+    residency: Literal["device", "host", "registered"]
+    num_running: int
+    num_waiting: int
+    pinned: bool
+    draining: bool
+
+
+class AdapterList(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All adapters that requests can name."""
+
+    adapters: tuple[AdapterStatus, ...]
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine is once it is ready; sizes in bytes, `context_length` and `kv_tokens` in tokens."""
 
@@ -155,3 +176,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_preemptions: int
     prefix_hit_tokens: int
     prefix_query_tokens: int
+    num_waiting_for_adapter: int = 0
+    adapters_registered: int = 0
+    adapters_on_host: int = 0
+    adapters_on_device: int = 0
+    adapter_host_bytes: int = 0
+    adapter_device_bytes: int = 0
+    num_adapter_reads: int = 0
+    num_adapter_copies: int = 0
+    num_adapter_evictions: int = 0
+    num_adapter_drains: int = 0

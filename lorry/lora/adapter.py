@@ -157,6 +157,15 @@ def read_files(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, _read_pickle(content)
 
 
+def files_stamp(path: str) -> tuple[tuple[str, int, int], ...]:
+    """Name, size and time of the adapter's files: another stamp says that they are not what they were."""
+    found = []
+    for file in _find_files(path):
+        status = file.stat()
+        found.append((file.name, status.st_size, status.st_mtime_ns))
+    return tuple(found)
+
+
 def _find_files(path: str) -> tuple[Path, Path]:
     folder = Path(path)
     if not path or not folder.is_dir():

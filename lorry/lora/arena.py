@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lorry.errors import AdapterCapacity
 from lorry.kernels.tables import LoRATables
+from lorry.lora.packed import PackedAdapter, Placed
 from lorry.lora.weights import AdapterWeights
 from lorry.models.sites import Site, SiteKind
-
-ALIGNMENT = 64
-"""Elements to which every matrix is aligned: 128 bytes in 16-bit types."""
+from lorry.upload import upload
 
 MOVED_AT_ONCE = 2**23
 """Elements that compacting copies at a time, by way of as much scratch memory."""
@@ -60,33 +60,14 @@ class _FreeList:
         self._free = merged
 
 
-class _Placed(NamedTuple):
-    """A site's matrices in its adapter's blob: where A and B start, and their shapes as stored."""
-
-    a_start: int
-    a_shape: torch.Size
-    b_start: int
-    b_shape: torch.Size
-    scale: float
-
-    @property
-    def shared(self) -> int:
-        """Bit 0: one A serves all experts; bit 1: one B does."""
-        return (self.a_shape[0] == 1) + 2 * (self.b_shape[0] == 1)
-
-
 @dataclass
 class _Blob:
     """The range of the arena that one adapter has, what is where in it, by site, and the kinds of these sites."""
 
     start: int
     size: int
-    sites: dict[int, _Placed]
+    sites: dict[int, Placed]
     kinds: frozenset[SiteKind]
-
-
-def _aligned(numel: int) -> int:
-    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 class Arena:
@@ -118,6 +99,7 @@ class Arena:
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._blobs: dict[int, _Blob] = {}
         self._resident: dict[int, dict[int, ResidentSite]] = {}
+        self._unpublished: set[int] = set()
 
     @property
     def num_bytes(self) -> int:
@@ -127,41 +109,73 @@ class Arena:
     def num_free_bytes(self) -> int:
         return self._space.num_free * self.dtype.itemsize
 
-    def allocate(self, weights: AdapterWeights) -> int:
-        """Copy an adapter in and return its slot; `AdapterCapacity` when there is no slot or no room.
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
 
-        Where the room is there but in pieces, the arena is compacted first.
-        """
-        size = sum(_aligned(t.numel()) for t in weights.tensors)
+    def blob_bytes(self, slot: int) -> int:
+        """What a slot's adapter takes of the arena."""
+        return self._blobs[slot].size * self.dtype.itemsize
+
+    def allocate(self, weights: AdapterWeights) -> int:
+        """Copy an adapter in and return its slot; `AdapterCapacity` when there is no slot or no room."""
+        packed = PackedAdapter.of(weights)
+        self.check(packed.num_bytes)
         if not self._free_slots:
             raise AdapterCapacity(
                 f"all {self.num_slots} adapter slots are taken: unload an adapter or raise --max-loras-per-batch"
             )
-        if size > self._space.num_free:
+        slot = self.reserve(packed)
+        if slot is None:
             raise AdapterCapacity(
-                f"the adapter needs {size * self.dtype.itemsize:,} bytes, the arena has {self.num_free_bytes:,} of "
+                f"the adapter needs {packed.num_bytes:,} bytes, the arena has {self.num_free_bytes:,} of "
                 f"{self.num_bytes:,} bytes free: unload an adapter or raise --lora-memory"
             )
+        self.copy(slot, packed)
+        self.publish(slot)
+        return slot
+
+    def check(self, num_bytes: int, staying: int = 0) -> None:
+        """Raise `AdapterCapacity` where an adapter of this size finds no room beside `staying` bytes of others."""
+        if num_bytes + staying > self.num_bytes:
+            others = f" and {staying:,} of them for adapters that stay" if staying else ""
+            raise AdapterCapacity(
+                f"the adapter needs {num_bytes:,} bytes, the arena has {self.num_bytes:,}{others}: "
+                "raise --lora-memory"
+            )
+
+    def reserve(self, packed: PackedAdapter) -> int | None:
+        """A slot with room for the adapter; None where there is no slot or no room.
+
+        Where the room is there but in pieces, the arena is compacted first, once no copy is under way any more.
+        `copy` and `publish` follow; until then no row may have the slot.
+        """
+        size = packed.data.numel()
+        if not self._free_slots or size > self._space.num_free:
+            return None
         start = self._space.allocate(size)
         if start is None:
+            if self._unpublished:
+                return None
             self.compact()
             start = self._space.allocate(size)
             assert start is not None
         slot = self._free_slots.pop()
-        starts: dict[int, int] = {}
-        used = 0
-        for tensor in weights.tensors:
-            self.data[start + used : start + used + tensor.numel()] = tensor.flatten()
-            starts[id(tensor)] = used
-            used += _aligned(tensor.numel())
-        placed = {
-            index: _Placed(starts[id(site.a)], site.a.shape, starts[id(site.b)], site.b.shape, site.scale)
-            for index, site in weights.sites.items()
-        }
-        self._blobs[slot] = _Blob(start, size, placed, frozenset(self.sites[index].kind for index in placed))
+        kinds = frozenset(self.sites[index].kind for index in packed.sites)
+        self._blobs[slot] = _Blob(start, size, packed.sites, kinds)
+        self._unpublished.add(slot)
+        return slot
+
+    def copy(self, slot: int, packed: PackedAdapter) -> None:
+        """Copy the weights of a reserved slot on the current stream, which may be another than that of the steps."""
+        blob = self._blobs[slot]
+        self.data[blob.start : blob.start + blob.size].copy_(packed.data, non_blocking=True)
+
+    def publish(self, slot: int) -> None:
+        """Let kernels find a slot; its copy is done, or before on the current stream."""
+        self._unpublished.remove(slot)
         self._resident[slot] = self._views(self._blobs[slot])
         self._write_column(slot)
-        return slot
 
     def release(self, slot: int) -> None:
         """Forget a slot; its bytes are free at once. No step that uses the slot may still run."""
@@ -213,14 +227,15 @@ class Arena:
         }
 
     def _write_column(self, slot: int) -> None:
-        """The slot's column of every table, one copy for each."""
+        """The slot's column of every table, in one copy that nobody waits for."""
         blob = self._blobs[slot]
-        touched = torch.tensor(list(blob.sites), dtype=torch.int64)
         rows = [
             (blob.start + placed.a_start, blob.start + placed.b_start, placed.a_shape[1], placed.scale, placed.shared)
             for placed in blob.sites.values()
         ]
-        for i, table in enumerate(self.tables.tensors):
-            column = torch.zeros(len(self.sites), dtype=table.dtype)
-            column[touched] = torch.tensor([row[i] for row in rows], dtype=table.dtype)
-            table[:, slot] = column.to(table.device)
+        dtypes = (np.int64, np.int64, np.int32, np.float32, np.int32)
+        columns = [np.zeros(len(self.sites), dtype=dtype) for dtype in dtypes]
+        for column, values in zip(columns, zip(*rows, strict=True), strict=True):
+            column[list(blob.sites)] = values
+        for table, there in zip(self.tables.tensors, upload(columns, self.data.device), strict=True):
+            table[:, slot] = there

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lorry.errors import ConfigError
 from lorry.lora.adapter import target_name
-from lorry.lora.arena import ALIGNMENT
+from lorry.lora.packed import aligned
 from lorry.lora.weights import AdapterWeights, SiteWeights
 from lorry.models.hooks import find_attention
 from lorry.models.sites import Site
@@ -61,7 +61,7 @@ def dummy_sites(model: nn.Module, sites: Sequence[Site], target_modules: Collect
 def dummy_bytes(sites: Sequence[Site], rank: int, dtype: torch.dtype) -> int:
     """Bytes of the arena that one dummy adapter takes."""
     widths = [site.num_experts * width for site in sites for width in (site.in_features, site.out_features)]
-    return sum(-(-rank * width // ALIGNMENT) * ALIGNMENT for width in widths) * dtype.itemsize
+    return sum(aligned(rank * width) for width in widths) * dtype.itemsize
 
 
 def random_weights(

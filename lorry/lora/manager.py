@@ -64,14 +64,18 @@ class LoRAManager:
     def load(self, weights: AdapterWeights) -> int:
         """Put an adapter on the device; returns its slot. `AdapterCapacity` where it does not fit or cannot run."""
         assert self.arena is not None
+        self.check_rank(weights.rank)
+        return self.arena.allocate(weights)
+
+    def check_rank(self, rank: int) -> None:
+        """`AdapterCapacity` where adapters of this rank cannot run."""
         assert self.dense is not None
         limit = self.dense.max_rank
-        if limit is not None and weights.rank > limit:
+        if limit is not None and rank > limit:
             raise AdapterCapacity(
-                f"rank {weights.rank} is above {limit}, the largest of LoRA backend {self.dense.name!r}: "
+                f"rank {rank} is above {limit}, the largest of LoRA backend {self.dense.name!r}: "
                 "start with --lora-backend torch to serve it"
             )
-        return self.arena.allocate(weights)
 
     def unload(self, slot: int) -> None:
         """Free a slot that no running request uses."""
