@@ -5,28 +5,22 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
 from lorry.config import EngineConfig
+from lorry.engine.adapters import AdapterDesk, PreparedAdapter
 from lorry.engine.build import Parts, build
 from lorry.engine.gate import Gate
 from lorry.engine.runner import LaunchedStep
 from lorry.engine.sequence import Sequence
-from lorry.errors import AdapterCapacity, AdapterFormatError, ContextLengthExceeded, InvalidRequest, LorryError
-from lorry.lora.adapter import files_stamp, load_adapter
-from lorry.lora.card import AdapterCard, read_card
-from lorry.lora.packed import PackedAdapter
-from lorry.lora.residency import HostLimits, Residency
-from lorry.lora.store import AdapterStore, Version
+from lorry.errors import ContextLengthExceeded, InvalidRequest, LorryError
+from lorry.lora.store import Version
 from lorry.types import (
     BASE_SLOT,
     AdapterInfo,
     AdapterList,
     AdapterStatus,
-    AdapterUid,
     EngineInfo,
     EngineRequest,
     EngineStats,
@@ -41,21 +35,6 @@ IDLE_SECONDS = 0.01
 _QUIET: Callable[[str], None] = lambda text: None  # noqa: E731
 
 
-@dataclass(frozen=True)
-class PreparedAdapter:
-    """An adapter that has been read and checked; `stamp` tells its files from others."""
-
-    name: str
-    path: str
-    packed: PackedAdapter
-    rank: int
-    target_modules: tuple[str, ...]
-    base_model_name: str | None
-    warnings: tuple[str, ...]
-    card: AdapterCard
-    stamp: tuple[tuple[str, int, int], ...]
-
-
 class Engine:
     """Serves one base model and its adapters. Not thread-safe, except for `prepare_adapter`."""
 
@@ -65,16 +44,11 @@ class Engine:
         self._config = config
         self._parts = build(config, progress) if parts is None else parts
         self._scheduler = self._parts.scheduler
-        self._store = AdapterStore(self._forget, config.lora_eviction_policy)
-        self._stamps: dict[AdapterUid, tuple[tuple[str, int, int], ...]] = {}
-        self._residency: Residency | None = None
-        if self._parts.lora.arena is not None:
-            limits = HostLimits(config.max_loaded_loras, config.lora_host_memory)
-            self._residency = Residency(self._parts.lora.arena, self._store, self._read_again, limits)
+        self._desk = AdapterDesk(self._parts, config)
         self._gate = Gate(
             self._scheduler,
-            self._store,
-            self._residency,
+            self._desk.store,
+            self._desk.residency,
             config.lora_drain_wait_threshold,
             config.max_requests_per_lora,
             time.monotonic,
@@ -83,10 +57,6 @@ class Engine:
         self._finished: list[TokenOutput] = []
         self._launched: LaunchedStep | None = None
         self._random = random.Random(config.random_seed)
-        for dummy in self._parts.dummies:
-            info = dummy.info(self._store.next_uid())
-            self._store.add(info, has_files=False)
-            self._store.place(info.uid, dummy.slot)
         for name, path in config.lora_paths.items():
             progress(f"loading adapter {name} from {path}")
             self.register_adapter(self.prepare_adapter(name, path))
@@ -97,7 +67,7 @@ class Engine:
         """Queue a request; `LorryError` when it cannot be taken, and then it has no effect."""
         max_tokens = self._check(request)
         seed = request.params.seed if request.params.seed is not None else self._random.getrandbits(63)
-        self._store.acquire(request.adapter_uid)
+        self._desk.store.acquire(request.adapter_uid)
         sequence = Sequence(request, BASE_SLOT, seed, max_tokens, list(request.token_ids))
         self._sequences[request.request_id] = sequence
         self._gate.add(sequence)
@@ -127,8 +97,8 @@ class Engine:
         self._advance()
         outputs, self._finished = self._finished, []
         before, self._launched = self._launched, self._launch()
-        if before is None and self._launched is None and self._residency is not None:
-            self._residency.wait(IDLE_SECONDS)
+        if before is None and self._launched is None and self._desk.residency is not None:
+            self._desk.residency.wait(IDLE_SECONDS)
         if before is not None:
             outputs += self._read(before)
         if self._launched is not None and self._config.disable_overlap_schedule:
@@ -163,13 +133,13 @@ class Engine:
             num_waiting=self._scheduler.num_waiting,
             pages_in_use=pool.num_in_use,
             pages_total=pool.num_pages,
-            adapter_references=self._store.num_references,
+            adapter_references=self._desk.store.num_references,
             num_preemptions=self._scheduler.num_preemptions,
             prefix_hit_tokens=pool.hit_tokens,
             prefix_query_tokens=pool.query_tokens,
             num_waiting_for_adapter=self._gate.num_waiting,
             num_adapter_drains=self._gate.num_drains,
-            **({} if self._residency is None else self._residency.counts()),
+            **self._desk.counts(),
         )
 
     def _check(self, request: EngineRequest) -> int:
@@ -227,15 +197,14 @@ class Engine:
     @property
     def adapters(self) -> Mapping[str, AdapterInfo]:
         """Adapters by name."""
-        return {info.name: info for info in self._store.infos()}
+        return {info.name: info for info in self._desk.store.infos()}
 
-    def prepare_adapter(self, name: str, path: str) -> PreparedAdapter:
-        """Read and check an adapter's files, on any thread; nothing of the engine changes."""
-        if not name or len(name) > 256 or not name.isprintable():
-            raise InvalidRequest(f"adapter name {name!r} must have 1 to 256 printable characters", "lora_name")
-        if not self._config.enable_lora:
-            raise AdapterCapacity("this engine was started with --no-enable-lora: start it without that flag")
-        return self._read_files(name, path)
+    def prepare_adapter(self, name: str, path: str, content: bytes | None = None) -> PreparedAdapter:
+        """Read and check an adapter's files, or `content` (see `weights_from_bytes`), on any thread.
+
+        Nothing of the engine changes.
+        """
+        return self._desk.prepare(name, path, content)
 
     def register_adapter(self, prepared: PreparedAdapter, replace: bool = False) -> AdapterInfo:
         """Make a prepared adapter known under its name; `LorryError` when the name is taken or it can never run.
@@ -243,38 +212,13 @@ class Engine:
         To `replace`: where the name has an adapter already, running requests end on the weights that they began with,
         and later ones get the new.
         """
-        residency = self._residency
-        assert residency is not None
-        if not replace:
-            self._store.check_name_is_free(prepared.name)
-        try:
-            self._parts.lora.check_rank(prepared.rank)
-            residency.check(prepared.packed)
-        except LorryError as error:
-            raise type(error)(f"adapter {prepared.name!r}: {error}") from None
-        info = AdapterInfo(
-            name=prepared.name,
-            uid=self._store.next_uid(),
-            path=prepared.path,
-            rank=prepared.rank,
-            num_bytes=prepared.packed.num_bytes,
-            target_modules=prepared.target_modules,
-            base_model_name=prepared.base_model_name,
-            warnings=prepared.warnings,
-            description=prepared.card.description,
-            examples=prepared.card.examples,
-        )
-        self._store.add(info, has_files=True, replace=replace)
-        self._stamps[info.uid] = prepared.stamp
-        residency.put_on_host(info.uid, prepared.packed)
-        if residency.has_room(prepared.packed):
-            residency.want(info.uid)
-            self._advance()
+        info = self._desk.register(prepared, replace)
+        self._advance()
         return info
 
     def unload_adapter(self, name: str, abort: bool = False) -> AdapterInfo:
         """Forget a name at once; requests that run on it finish, or are ended; then its memory comes back."""
-        info = self._store.unload(name)
+        info = self._desk.store.unload(name)
         if abort:
             for sequence in [s for s in self._sequences.values() if s.adapter_uid == info.uid]:
                 self._finished.append(self._end(sequence, "abort"))
@@ -282,57 +226,25 @@ class Engine:
 
     def pin_adapter(self, name: str, pinned: bool = True) -> AdapterInfo:
         """Keep an adapter on the device, or let it go again when others need the room."""
-        version = self._store.named(name)
-        if pinned and not version.pinned:
-            assert self._residency is not None
-            others = [v for v in self._store if v.pinned]
-            self._residency.check_pins([*others, version])
-            self._residency.want(version.info.uid)
-        version.pinned = pinned
-        return version.info
+        info = self._desk.pin(name, pinned)
+        self._advance()
+        return info
 
     def adapter_list(self) -> AdapterList:
         """Every adapter that requests can name, and where it is."""
-        return AdapterList(adapters=tuple(self._status(self._store.named(info.name)) for info in self._store.infos()))
+        named = [self._desk.store.named(info.name) for info in self._desk.store.infos()]
+        return AdapterList(adapters=tuple(self._status(version) for version in named))
 
     def _status(self, version: Version) -> AdapterStatus:
         uid = version.info.uid
-        on_host: Literal["host", "registered"] = "host" if version.host_bytes else "registered"
         return AdapterStatus(
             info=version.info,
-            residency="device" if version.slot is not None else on_host,
+            residency=version.residency,
             num_running=version.users,
             num_waiting=self._gate.waiting(uid),
             pinned=version.pinned,
             draining=self._gate.is_draining(uid),
         )
-
-    def _read_files(self, name: str, path: str) -> PreparedAdapter:
-        config = self._config
-        stamp = files_stamp(path)
-        weights = load_adapter(
-            name, path, self._parts.sites, self._parts.loaded.dtype, config.max_lora_rank, config.lora_target_modules
-        )
-        return PreparedAdapter(
-            name=name,
-            path=path,
-            packed=PackedAdapter.of(weights, pin=self._parts.loaded.device.type == "cuda"),
-            rank=weights.rank,
-            target_modules=weights.target_modules,
-            base_model_name=weights.base_model_name,
-            warnings=weights.warnings,
-            card=read_card(path),
-            stamp=stamp,
-        )
-
-    def _read_again(self, info: AdapterInfo) -> PackedAdapter:
-        """The weights of a registered adapter; runs on a thread."""
-        prepared = self._read_files(info.name, info.path)
-        if prepared.stamp != self._stamps.get(info.uid):
-            raise AdapterFormatError(
-                f"adapter {info.name!r}: the files at {info.path!r} are not those that were loaded: load it again"
-            )
-        return prepared.packed
 
     def _advance(self) -> None:
         """Move adapters; requests whose adapter cannot be read end with the reason."""
@@ -341,8 +253,3 @@ class Engine:
             message = str(error) if isinstance(error, LorryError) else f"{type(error).__name__}: {error}"
             output = self._end(sequence, "error")
             self._finished.append(msgspec.structs.replace(output, error=message, error_code=code))
-
-    def _forget(self, version: Version) -> None:
-        assert self._residency is not None
-        self._stamps.pop(version.info.uid, None)
-        self._residency.forget(version)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from lorry.types import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenOutput
+from lorry.types import AdapterInfo, AdapterList, EngineInfo, EngineRequest, EngineStats, TokenOutput
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -22,18 +22,38 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Load an adapter's files; answered by `Done` with an `AdapterInfo`, or `Failed`."""
+    """Load an adapter's files, or `content` (see `weights_from_bytes`); answered by `Done` with an `AdapterInfo`, or
+    `Failed`. `replace`: the name may have an adapter, whose running requests finish on its weights.
+    """
 
     call_id: int
     name: str
     path: str
+    replace: bool = False
+    pinned: bool = False
+    content: bytes | None = None
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Forget a name: running requests finish. Answered by `Done` with the `AdapterInfo`, or `Failed`."""
+    """Forget a name: running requests finish, or end. Answered by `Done` with the `AdapterInfo`, or `Failed`."""
 
     call_id: int
     name: str
+    abort: bool = False
+
+
+class PinAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Keep an adapter on the device, or let it go. Answered by `Done` with the `AdapterInfo`, or `Failed`."""
+
+    call_id: int
+    name: str
+    pinned: bool
+
+
+class ListAdapters(msgspec.Struct, frozen=True, tag=True):
+    """Answered by `Done` with an `AdapterList`."""
+
+    call_id: int
 
 
 class GetStats(msgspec.Struct, frozen=True, tag=True):
@@ -46,7 +66,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the engine process."""
 
 
-Command = Add | Abort | LoadAdapter | UnloadAdapter | GetStats | Shutdown
+Command = Add | Abort | LoadAdapter | UnloadAdapter | PinAdapter | ListAdapters | GetStats | Shutdown
+
+Answer = AdapterInfo | AdapterList | EngineStats
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -78,7 +100,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """A call succeeded."""
 
     call_id: int
-    result: AdapterInfo | EngineStats
+    result: Answer
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -24,7 +25,7 @@ import zmq
 from lorry.config import EngineConfig
 from lorry.engine import messages
 from lorry.errors import LorryError
-from lorry.types import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenOutput
+from lorry.types import AdapterInfo, AdapterList, EngineInfo, EngineRequest, EngineStats, TokenOutput
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +55,15 @@ class EngineLike(Protocol):
 
     def abort(self, request_id: str) -> None: ...
 
-    def prepare_adapter(self, name: str, path: str) -> Any: ...
+    def prepare_adapter(self, name: str, path: str, content: bytes | None = None) -> Any: ...
 
-    def register_adapter(self, prepared: Any) -> AdapterInfo: ...
+    def register_adapter(self, prepared: Any, replace: bool = False) -> AdapterInfo: ...
 
-    def unload_adapter(self, name: str) -> AdapterInfo: ...
+    def unload_adapter(self, name: str, abort: bool = False) -> AdapterInfo: ...
+
+    def pin_adapter(self, name: str, pinned: bool = True) -> AdapterInfo: ...
+
+    def adapter_list(self) -> AdapterList: ...
 
     def stats(self) -> EngineStats: ...
 
@@ -141,7 +146,11 @@ class Worker:
             case messages.LoadAdapter():
                 threading.Thread(target=self._prepare, args=(command,), name="load-adapter", daemon=True).start()
             case messages.UnloadAdapter():
-                self._answer(command.call_id, lambda: self._engine.unload_adapter(command.name))
+                self._answer(command.call_id, lambda: self._engine.unload_adapter(command.name, command.abort))
+            case messages.PinAdapter():
+                self._answer(command.call_id, lambda: self._engine.pin_adapter(command.name, command.pinned))
+            case messages.ListAdapters():
+                self._answer(command.call_id, self._engine.adapter_list)
             case messages.GetStats():
                 self._answer(command.call_id, self._engine.stats)
             case messages.Shutdown():
@@ -156,7 +165,7 @@ class Worker:
                 TokenOutput(request_id=request.request_id, finish_reason="error", error=message, error_code=code)
             )
 
-    def _answer(self, call_id: int, call: Callable[[], AdapterInfo | EngineStats]) -> None:
+    def _answer(self, call_id: int, call: Callable[[], messages.Answer]) -> None:
         try:
             self._send(messages.Done(call_id, call()))
         except Exception as error:
@@ -166,7 +175,7 @@ class Worker:
         """Read an adapter's files; runs on a thread of its own and leaves the result, or the error, to the loop."""
         with self._load_permits:
             try:
-                result = self._engine.prepare_adapter(command.name, command.path)
+                result = self._engine.prepare_adapter(command.name, command.path, command.content)
             except Exception as error:
                 result = error
         self._loaded.append((command, result))
@@ -181,12 +190,13 @@ class Worker:
                 pass
         while self._loaded:
             command, prepared = self._loaded.popleft()
-            self._answer(command.call_id, lambda prepared=prepared: self._register(prepared))  # type: ignore[misc]
+            self._answer(command.call_id, partial(self._register, command, prepared))
 
-    def _register(self, prepared: Any) -> AdapterInfo:
+    def _register(self, command: messages.LoadAdapter, prepared: Any) -> AdapterInfo:
         if isinstance(prepared, Exception):
             raise prepared
-        return self._engine.register_adapter(prepared)
+        info = self._engine.register_adapter(prepared, command.replace)
+        return self._engine.pin_adapter(command.name) if command.pinned else info
 
 
 def _describe(error: Exception) -> tuple[str, str]:

@@ -25,6 +25,9 @@ CONFIG_FILE = "adapter_config.json"
 SAFETENSORS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 
+FilesStamp = tuple[tuple[str, int, int], ...]
+"""Name, size and time of each of an adapter's files: another stamp says that they are not what they were."""
+
 
 @contextmanager
 def _named(subject: str) -> Iterator[None]:
@@ -66,6 +69,35 @@ def weights_from_tensors(
     """The adapter that a file with these tensors and this config would give; the tensors are copied."""
     with _named(f"adapter {name!r}"):
         return _convert(tensors, config, sites, dtype, max_rank, target_modules)
+
+
+def weights_from_bytes(
+    name: str,
+    content: bytes,
+    sites: Sequence[Site],
+    dtype: torch.dtype,
+    max_rank: int | None = None,
+    target_modules: Collection[str] | None = None,
+) -> AdapterWeights:
+    """The adapter in a safetensors file whose metadata has its config, as JSON, under `adapter_config`."""
+    with _named(f"adapter {name!r}"):
+        config = _config_in_metadata(content)
+        return _convert(_read_safetensors(content), config, sites, dtype, max_rank, target_modules)
+
+
+def _config_in_metadata(content: bytes) -> dict[str, Any]:
+    """From the header: its length in 8 bytes, then JSON. What is damaged is for `_read_safetensors` to say."""
+    try:
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        config = json.loads(header["__metadata__"]["adapter_config"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise AdapterFormatError(
+            "the content must be a safetensors file whose metadata has the adapter_config as JSON, as written by "
+            f"safetensors.torch.save(tensors, {{'adapter_config': json.dumps(config)}}) ({type(error).__name__})"
+        ) from error
+    if not isinstance(config, dict):
+        raise AdapterFormatError(f"the adapter_config holds a {type(config).__name__}, expected an object")
+    return config
 
 
 def _convert(
@@ -157,8 +189,8 @@ def read_files(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, _read_pickle(content)
 
 
-def files_stamp(path: str) -> tuple[tuple[str, int, int], ...]:
-    """Name, size and time of the adapter's files: another stamp says that they are not what they were."""
+def files_stamp(path: str) -> FilesStamp:
+    """What tells the adapter's files as they are from others; raises `AdapterFormatError` where there are none."""
     found = []
     for file in _find_files(path):
         status = file.stat()

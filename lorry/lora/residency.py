@@ -43,7 +43,7 @@ class _Copy:
 
 
 class Residency:
-    """Call everything on the engine's thread and on the stream of the steps, save `wake`, which threads call."""
+    """Call everything on the engine's thread and on the stream of the steps."""
 
     def __init__(self, arena: Arena, store: AdapterStore, read: Reader, limits: HostLimits) -> None:
         self._arena = arena
@@ -58,8 +58,6 @@ class Residency:
         self._has_read = threading.Event()
         cuda = arena.data.device.type == "cuda"
         self._stream = torch.cuda.Stream(arena.data.device) if cuda else None  # type: ignore[no-untyped-call]
-        self.wake: Callable[[], None] = lambda: None
-        """Called, on a thread, when there is something for `advance` to take up."""
         self.num_evictions = 0
         self.num_reads = 0
         self.num_copies = 0
@@ -192,12 +190,8 @@ class Residency:
             return
         self.num_reads += 1
         read = self._threads.submit(self._read, self._store[uid].info)
-        read.add_done_callback(self._on_read)
+        read.add_done_callback(lambda _: self._has_read.set())
         self._reads[uid] = read
-
-    def _on_read(self, _: Future[PackedAdapter]) -> None:
-        self._has_read.set()
-        self.wake()
 
     def _start_copy(self, uid: AdapterUid) -> bool:
         """Whether there is room for the version, other versions evicted where it takes that."""

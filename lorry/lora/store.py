@@ -34,6 +34,13 @@ class Version:
     placed: int = 0
 
     @property
+    def residency(self) -> Literal["device", "host", "registered"]:
+        """The best place that holds the weights."""
+        if self.slot is not None:
+            return "device"
+        return "host" if self.host_bytes else "registered"
+
+    @property
     def recoverable(self) -> bool:
         """Whether its weights are anywhere but on the device."""
         return self.has_files or self.host_bytes > 0

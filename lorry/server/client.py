@@ -13,12 +13,15 @@ from lorry.config import EngineConfig
 from lorry.engine.messages import (
     Abort,
     Add,
+    Answer,
     Done,
     Event,
     Failed,
     GetStats,
+    ListAdapters,
     LoadAdapter,
     Outputs,
+    PinAdapter,
     Progress,
     Ready,
     StartFailed,
@@ -27,7 +30,7 @@ from lorry.engine.messages import (
 from lorry.engine.worker import ENGINE_FACTORY
 from lorry.errors import EngineUnavailable, LorryError, ModelNotFound, from_code
 from lorry.server.process import EngineProcess
-from lorry.types import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenOutput
+from lorry.types import AdapterInfo, AdapterList, EngineInfo, EngineRequest, EngineStats, TokenOutput
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ STOP_SECONDS = 5.0
 """How long an engine that is told to end may take before it is killed."""
 
 OnOutput = Callable[[TokenOutput], None]
-Call = LoadAdapter | UnloadAdapter | GetStats
+Call = LoadAdapter | UnloadAdapter | PinAdapter | ListAdapters | GetStats
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class EngineClient:
         self._ready_since: float | None = None
         self._sources: dict[str, str] = {}  # paths as users gave them, by name
         self._requests: dict[str, OnOutput] = {}
-        self._calls: dict[int, tuple[Call, asyncio.Future[AdapterInfo | EngineStats]]] = {}
+        self._calls: dict[int, tuple[Call, asyncio.Future[Answer]]] = {}
         self._call_ids = itertools.count(1)
 
     @property
@@ -152,15 +155,35 @@ class EngineClient:
 
     # Calls
 
-    async def load_adapter(self, name: str, path: str) -> AdapterInfo:
-        """Load an adapter; when this returns, requests may name it."""
-        return await self._call_adapter(LoadAdapter(next(self._call_ids), name, path))
+    async def load_adapter(
+        self, name: str, path: str, replace: bool = False, pinned: bool = False, content: bytes | None = None
+    ) -> AdapterInfo:
+        """Load an adapter, from its folder or from `content`; when this returns, requests may name it.
 
-    async def unload_adapter(self, name: str) -> AdapterInfo:
-        """Forget an adapter; its running requests finish."""
+        To `replace`: where the name has an adapter, running requests finish on its weights, later ones get the new.
+        """
+        command = LoadAdapter(next(self._call_ids), name, path, replace, pinned, content)
+        return await self._call_adapter(command)
+
+    async def unload_adapter(self, name: str, abort: bool = False) -> AdapterInfo:
+        """Forget an adapter; its running requests finish, or with `abort` end."""
+        self._check_known(name)
+        return await self._call_adapter(UnloadAdapter(next(self._call_ids), name, abort))
+
+    async def pin_adapter(self, name: str, pinned: bool = True) -> AdapterInfo:
+        """Keep an adapter on the device, or let it go when others need the room."""
+        self._check_known(name)
+        return await self._call_adapter(PinAdapter(next(self._call_ids), name, pinned))
+
+    async def adapter_list(self) -> AdapterList:
+        """Every adapter, and where it is now."""
+        result = await self._call(self._running_process(), ListAdapters(next(self._call_ids)))
+        assert isinstance(result, AdapterList)
+        return result
+
+    def _check_known(self, name: str) -> None:
         if name not in self.adapters:
             raise ModelNotFound(f"no adapter {name!r} is loaded")
-        return await self._call_adapter(UnloadAdapter(next(self._call_ids), name))
 
     async def stats(self) -> EngineStats:
         """The engine's live counts."""
@@ -168,13 +191,13 @@ class EngineClient:
         assert isinstance(result, EngineStats)
         return result
 
-    async def _call_adapter(self, command: LoadAdapter | UnloadAdapter) -> AdapterInfo:
+    async def _call_adapter(self, command: LoadAdapter | UnloadAdapter | PinAdapter) -> AdapterInfo:
         result = await self._call(self._running_process(), command)
         assert isinstance(result, AdapterInfo)
         return result
 
-    async def _call(self, process: EngineProcess, command: Call) -> AdapterInfo | EngineStats:
-        answer: asyncio.Future[AdapterInfo | EngineStats] = asyncio.get_running_loop().create_future()
+    async def _call(self, process: EngineProcess, command: Call) -> Answer:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         process.send(command)
         self._calls[command.call_id] = command, answer
         return await answer
@@ -210,9 +233,7 @@ class EngineClient:
             del self._requests[output.request_id]
         on_output(output)
 
-    def _record(
-        self, command: Call, answer: asyncio.Future[AdapterInfo | EngineStats], result: AdapterInfo | EngineStats
-    ) -> None:
+    def _record(self, command: Call, answer: asyncio.Future[Answer], result: Answer) -> None:
         """Let the registry follow the engine, also where the caller has gone meanwhile."""
         if isinstance(command, LoadAdapter) and isinstance(result, AdapterInfo):
             self.adapters[command.name] = result

@@ -200,10 +200,21 @@ class LoadAdapterBody(Body):
 
     lora_name: str = Field(description="name by which requests will ask for it")
     lora_path: str = Field(min_length=1, description="folder on the server with adapter_config.json and weights")
+    load_inplace: bool = Field(
+        False, description="let the name have an adapter already: running requests finish on it, later ones get this"
+    )
+    pinned: bool = Field(False, description="keep it on the device")
 
 
 class UnloadAdapterBody(Body):
     """Body of `POST /v1/unload_lora_adapter`."""
+
+    lora_name: str
+    abort: bool = Field(False, description="end its running requests too, instead of letting them finish")
+
+
+class PinAdapterBody(Body):
+    """Body of `POST /v1/pin_lora_adapter` and `/v1/unpin_lora_adapter`."""
 
     lora_name: str
 

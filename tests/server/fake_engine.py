@@ -28,6 +28,8 @@ from lorry.errors import (
 from lorry.types import (
     BASE_UID,
     AdapterInfo,
+    AdapterList,
+    AdapterStatus,
     AdapterUid,
     EngineInfo,
     EngineRequest,
@@ -73,6 +75,7 @@ class FakeEngine:
         self._aborted: list[str] = []
         self._next_uid = 1
         self.adapters: dict[str, AdapterInfo] = {}
+        self.pinned: set[str] = set()
         for name, path in config.lora_paths.items():
             self.register_adapter(self.prepare_adapter(name, path))
 
@@ -129,7 +132,9 @@ class FakeEngine:
         if self._running.pop(request_id, None) is not None:
             self._aborted.append(request_id)
 
-    def prepare_adapter(self, name: str, path: str) -> Prepared:
+    def prepare_adapter(self, name: str, path: str, content: bytes | None = None) -> Prepared:
+        if content is not None:
+            return Prepared(name, path, len(content))
         try:
             content = json.loads((Path(path) / "adapter_config.json").read_text())
         except (OSError, ValueError) as error:
@@ -137,8 +142,8 @@ class FakeEngine:
         time.sleep(content.get("seconds", 0))
         return Prepared(name, path, content["r"])
 
-    def register_adapter(self, prepared: Prepared) -> AdapterInfo:
-        if prepared.name in self.adapters:
+    def register_adapter(self, prepared: Prepared, replace: bool = False) -> AdapterInfo:
+        if prepared.name in self.adapters and not replace:
             raise AdapterExists(f"an adapter {prepared.name!r} is loaded already")
         if len(self.adapters) == self._config.max_loras_per_batch:
             raise AdapterCapacity(f"{len(self.adapters)} adapters are loaded, which is the limit")
@@ -154,10 +159,35 @@ class FakeEngine:
         self.adapters[prepared.name] = info
         return info
 
-    def unload_adapter(self, name: str) -> AdapterInfo:
+    def unload_adapter(self, name: str, abort: bool = False) -> AdapterInfo:
         if name not in self.adapters:
             raise ModelNotFound(f"no adapter {name!r} is loaded")
-        return self.adapters.pop(name)
+        info = self.adapters.pop(name)
+        self.pinned.discard(name)
+        for request_id, sequence in list(self._running.items()):
+            if abort and sequence.request.adapter_uid == info.uid:
+                self.abort(request_id)
+        return info
+
+    def pin_adapter(self, name: str, pinned: bool = True) -> AdapterInfo:
+        (self.pinned.add if pinned else self.pinned.discard)(name)
+        return self.adapters[name]
+
+    def adapter_list(self) -> AdapterList:
+        running = [sequence.request.adapter_uid for sequence in self._running.values()]
+        return AdapterList(
+            adapters=tuple(
+                AdapterStatus(
+                    info=info,
+                    residency="device",
+                    num_running=running.count(info.uid),
+                    num_waiting=0,
+                    pinned=info.name in self.pinned,
+                    draining=False,
+                )
+                for info in self.adapters.values()
+            )
+        )
 
     def stats(self) -> EngineStats:
         running = self._running.values()
