@@ -63,7 +63,7 @@ class AdapterDesk:
             self.store.check_name_is_free(prepared.name)
         try:
             self._parts.lora.check_rank(prepared.rank)
-            residency.check(prepared.packed)
+            residency.check(prepared.name, prepared.packed)
         except LorryError as error:
             raise type(error)(f"adapter {prepared.name!r}: {error}") from None
         info = AdapterInfo(

@@ -101,7 +101,9 @@ class Gate:
         self._store.release(uid)
 
     def advance(self) -> list[tuple[Sequence, Exception]]:
-        """Move adapters, and let in whom they let in; returns requests whose adapter cannot be read, and why."""
+        """Move adapters, and let in whom they let in; returns requests whose adapter cannot be read, and why.
+
+        These are still to be removed."""
         if self._residency is None:
             return []
         self._let_in()  # before room is made of what they wait for
@@ -109,8 +111,7 @@ class Gate:
             self._residency.want(uid)
         failed = []
         for uid, error in self._residency.advance().items():
-            queue = self._queues.pop(uid, None)
-            failed += [(sequence, error) for sequence in queue.sequences] if queue else []
+            failed += [(sequence, error) for sequence in self._queues[uid].sequences] if uid in self._queues else []
         self._let_in()
         self._drain()
         return failed
@@ -152,7 +153,7 @@ class Gate:
         if self._threshold is None or waited <= self._threshold:
             self._draining.clear()
             return
-        self._draining = {uid for uid in self._draining if self._store[uid].slot is not None}
+        self._draining = {v.info.uid for v in self._store if v.slot is not None and v.info.uid in self._draining}
         if self._draining or self.is_moving:  # something moves: it is not room that is missing
             return
         candidates = [uid for uid in self._inside if _may_yield(self._store[uid])]

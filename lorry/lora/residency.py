@@ -83,19 +83,21 @@ class Residency:
             "num_adapter_evictions": self.num_evictions,
         }
 
-    def check(self, packed: PackedAdapter) -> None:
+    def check(self, name: str, packed: PackedAdapter) -> None:
         """`AdapterCapacity` where an adapter finds no room even if no other has any, but for those that stay."""
-        staying = [version for version in self._store if version.pinned or not version.recoverable]
+        others = [version for version in self._store if version.info.name != name]
+        staying = [version for version in others if version.pinned or not version.recoverable]
         self._arena.check(packed.num_bytes, sum(version.info.num_bytes for version in staying))
 
     def check_pins(self, versions: Sequence[Version]) -> None:
-        """`AdapterCapacity` where these cannot all be on the device, with room for another."""
+        """`AdapterCapacity` where these cannot all be on the device beside any one of the others."""
         size = sum(version.info.num_bytes for version in versions)
-        if size > self._arena.num_bytes or len(versions) >= self._arena.num_slots:
+        others = [version.info.num_bytes for version in self._store if version not in versions]
+        if size + max(others, default=0) > self._arena.num_bytes or len(versions) >= self._arena.num_slots:
             raise AdapterCapacity(
-                f"{len(versions)} pinned adapters take {size:,} bytes of the {self._arena.num_bytes:,} and "
-                f"{len(versions)} of the {self._arena.num_slots} places on the device: unpin one, or raise "
-                "--lora-memory or --max-loras-per-batch"
+                f"{len(versions)} pinned adapters would take {size:,} of {self._arena.num_bytes:,} bytes and "
+                f"{len(versions)} of {self._arena.num_slots} places on the device, and leave no room for every other:"
+                " unpin one, or raise --lora-memory or --max-loras-per-batch"
             )
 
     def has_room(self, packed: PackedAdapter) -> bool:

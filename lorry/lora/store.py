@@ -12,7 +12,7 @@ from lorry.types import BASE_UID, AdapterInfo, AdapterUid
 EvictionPolicy = Literal["lru", "fifo"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Version:
     """One immutable load of an adapter.
 
@@ -109,7 +109,7 @@ class AdapterStore:
         before = self._names.get(info.name)
         version = Version(info, has_files, used=self._tick())
         if before is not None:
-            version.pinned = self._versions[before].pinned
+            version.pinned, self._versions[before].pinned = self._versions[before].pinned, False
         self._versions[info.uid] = version
         self._names[info.name] = info.uid
         if before is not None:
