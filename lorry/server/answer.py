@@ -119,6 +119,7 @@ class Answer:
             object=kind,
             created=self._created,
             model=self._generation.target.id,
+            system_fingerprint=self._generation.target.fingerprint,
             choices=choices,
             usage=usage,
         )

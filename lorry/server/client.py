@@ -9,6 +9,8 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from lorry.config import EngineConfig
 from lorry.engine.messages import (
     Abort,
@@ -83,7 +85,7 @@ class EngineClient:
         self._started: asyncio.Future[EngineInfo] | None = None
         self._start_error: LorryError | None = None
         self._ready_since: float | None = None
-        self._sources: dict[str, str] = {}  # paths as users gave them, by name
+        self._sources: dict[str, LoadAdapter] = {}  # what users asked for last, by name
         self._requests: dict[str, OnOutput] = {}
         self._calls: dict[int, tuple[Call, asyncio.Future[Answer]]] = {}
         self._call_ids = itertools.count(1)
@@ -237,7 +239,10 @@ class EngineClient:
         """Let the registry follow the engine, also where the caller has gone meanwhile."""
         if isinstance(command, LoadAdapter) and isinstance(result, AdapterInfo):
             self.adapters[command.name] = result
-            self._sources[command.name] = command.path
+            self._sources[command.name] = msgspec.structs.replace(command, content=None)
+        elif isinstance(command, PinAdapter) and isinstance(result, AdapterInfo):
+            source = self._sources.get(command.name) or LoadAdapter(0, command.name, result.path)
+            self._sources[command.name] = msgspec.structs.replace(source, pinned=command.pinned)
         elif isinstance(command, UnloadAdapter):
             self.adapters.pop(command.name, None)
             self._sources.pop(command.name, None)
@@ -318,19 +323,19 @@ class EngineClient:
         present = {adapter.name: adapter for adapter in info.adapters}
         try:
             for name, adapter in present.items():
-                if name in wanted and wanted[name].path == adapter.path:
+                if name in wanted and wanted[name].path == adapter.path and name not in self._sources:
                     self.adapters[name] = adapter
                     del wanted[name]
                 else:
                     await self._call(process, UnloadAdapter(next(self._call_ids), name))
             for name, adapter in wanted.items():
-                path = self._sources.get(name, adapter.path)
+                source = self._sources.get(name) or LoadAdapter(0, name, adapter.path)
                 try:
-                    await self._call(process, LoadAdapter(next(self._call_ids), name, path))
+                    await self._call(process, msgspec.structs.replace(source, call_id=next(self._call_ids)))
                 except EngineUnavailable:
                     raise
                 except LorryError as error:
-                    log.error("adapter %r is lost, it cannot be loaded again from %s: %s", name, path, error)
+                    log.error("adapter %r is lost, it cannot be loaded again from %s: %s", name, source.path, error)
                     self.adapters.pop(name, None)
         except EngineUnavailable as error:
             self.adapters = wanted | self.adapters  # the next process gets another try

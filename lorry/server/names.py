@@ -22,6 +22,11 @@ class Target:
     id: str
     adapter_uid: AdapterUid = BASE_UID
 
+    @property
+    def fingerprint(self) -> str:
+        """The exact weights: another load of an adapter under the same name has another."""
+        return self.id if self.adapter_uid == BASE_UID else f"{self.id}@{self.adapter_uid}"
+
 
 def base_aliases(config: EngineConfig) -> frozenset[str]:
     """Names that mean the base."""

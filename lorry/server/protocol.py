@@ -279,13 +279,17 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole answer, or a chunk of one; in chunks `usage` is absent unless it was asked for."""
+    """A whole answer, or a chunk of one; in chunks `usage` is absent unless it was asked for.
+
+    `system_fingerprint` names the exact weights: the model, and for an adapter the version of its load.
+    """
 
     id: str
     object: str
     created: int
     model: str
     choices: list[ChatChoice | CompletionChoice]
+    system_fingerprint: str
     usage: Usage | UnsetType | None = UNSET
 
 

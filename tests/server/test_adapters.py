@@ -67,3 +67,92 @@ def test_capacity(model: Path, tmp_path: Path):
         response = server.load("two", write_adapter(tmp_path / "two"))
         assert (response.status_code, response.json()["error"]["code"]) == (400, "adapter_capacity")
         assert server.model_ids()[1:] == ["one"]
+
+
+def adapter_list(server: RunningServer) -> dict[str, dict]:
+    return {item["id"]: item for item in server.http.get("/v1/lora_adapters").json()["data"]}
+
+
+def load(server: RunningServer, name: str, path: Path, **fields: object):
+    return server.http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path), **fields})
+
+
+def test_loading_in_place_makes_a_new_version_which_answers_name(server: RunningServer, tmp_path: Path):
+    first = load(server, "x", write_adapter(tmp_path / "x", 4))
+    assert server.chat("who?", model="x").json()["system_fingerprint"] == f"x@{first.headers['x-lora-version']}"
+    refused = load(server, "x", write_adapter(tmp_path / "y", 8))
+    assert "load_inplace" in refused.json()["error"]["message"]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.chat, "slowly", model="x", max_tokens=40)
+        wait_until(lambda: server.stats().num_running == 1)
+        second = load(server, "x", tmp_path / "y", load_inplace=True)
+        assert second.status_code == 200
+        assert int(second.headers["x-lora-version"]) > int(first.headers["x-lora-version"])
+        assert answer.result().json()["system_fingerprint"] == f"x@{first.headers['x-lora-version']}"
+    assert server.chat("who?", model="x").json()["system_fingerprint"] == f"x@{second.headers['x-lora-version']}"
+    assert adapter_list(server)["x"]["rank"] == 8
+    assert server.model_ids().count("x") == 1
+    assert load(server, "new", tmp_path / "x", load_inplace=True).status_code == 200
+
+
+def test_the_base_is_its_own_fingerprint_in_streams_too(server: RunningServer):
+    assert server.chat("who?").json()["system_fingerprint"] == "base-model"
+    for chunk in server.openai.chat.completions.create(
+        model="french", messages=[{"role": "user", "content": "who?"}], stream=True, max_tokens=4
+    ):
+        assert str(chunk.system_fingerprint).startswith("french@")
+
+
+def test_an_adapter_sent_in_the_request(server: RunningServer):
+    path = "/v1/load_lora_adapter_from_tensors"
+    response = server.http.post(path, params={"lora_name": "sent", "pinned": True}, content=b"12345")
+    assert response.status_code == 200
+    found = adapter_list(server)["sent"]
+    assert (found["rank"], found["pinned"], found["version"]) == (5, True, int(response.headers["x-lora-version"]))
+    assert server.http.post(path, params={"lora_name": "sent"}, content=b"1").status_code == 400
+    again = server.http.post(path, params={"lora_name": "sent", "load_inplace": True}, content=b"1")
+    assert again.status_code == 200
+    assert server.http.post(path, content=b"1").json()["error"]["param"] == "lora_name"
+
+
+def test_pin_list_unpin(server: RunningServer):
+    assert server.http.post("/v1/pin_lora_adapter", json={"lora_name": "french"}).status_code == 200
+    found = adapter_list(server)["french"]
+    assert found["pinned"]
+    assert found["residency"] == "device"
+    assert (found["num_running"], found["num_waiting"], found["draining"]) == (0, 0, False)
+    assert server.http.post("/v1/unpin_lora_adapter", json={"lora_name": "french"}).status_code == 200
+    assert not adapter_list(server)["french"]["pinned"]
+    for route in ("pin", "unpin"):
+        assert server.http.post(f"/v1/{route}_lora_adapter", json={"lora_name": "nobody"}).status_code == 404
+
+
+def test_unloading_can_end_what_runs(server: RunningServer, tmp_path: Path):
+    load(server, "brief", write_adapter(tmp_path / "brief"))
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.chat, "slowly", model="brief", max_tokens=200)
+        wait_until(lambda: server.stats().num_running == 1)
+        body = {"lora_name": "brief", "abort": True}
+        assert server.http.post("/v1/unload_lora_adapter", json=body).status_code == 200
+        assert answer.result().status_code == 503
+    assert server.is_idle()
+
+
+def test_the_spellings_of_sglang(server: RunningServer, tmp_path: Path):
+    body = {"lora_name": "x", "lora_path": str(write_adapter(tmp_path / "x"))}
+    assert server.http.post("/load_lora_adapter", json=body).status_code == 200
+    assert server.says("x") == "x"
+    assert server.http.post("/unload_lora_adapter", json={"lora_name": "x"}).status_code == 200
+
+
+def test_pins_and_replaced_adapters_come_back_with_the_engine(server: RunningServer, tmp_path: Path):
+    load(server, "kept", write_adapter(tmp_path / "kept", 3), pinned=True)
+    load(server, "french", write_adapter(tmp_path / "other", 7), load_inplace=True)
+    server.http.post("/v1/load_lora_adapter_from_tensors", params={"lora_name": "sent"}, content=b"1")
+    assert server.chat("crash").status_code == 503
+    wait_until(server.is_healthy)
+    found = adapter_list(server)
+    assert found["kept"]["pinned"]
+    assert found["french"]["rank"] == 7
+    assert "sent" not in found
+    assert "sent" not in server.model_ids()
