@@ -95,7 +95,7 @@ def measure(batch: int, args: argparse.Namespace) -> Clock:
     model = SimpleNamespace(get_input_embeddings=lambda: embeddings)
     fakes: dict[str, Any] = {  # all that is needed of each
         "loaded": SimpleNamespace(model=model),
-        "lora": SimpleNamespace(unload=None),
+        "lora": SimpleNamespace(arena=None),
         "runner": Runner(clock, batch, args),
         "info": SimpleNamespace(context_length=args.max_context, eos_token_ids=(0,)),
     }
