@@ -44,8 +44,12 @@ class EngineConfig(BaseModel):
     context_length: int | None = Field(None, ge=16, description="longest prompt plus answer, in tokens")
     random_seed: int = Field(0, description="seed of requests that bring none")
 
-    max_running_requests: int = Field(64, ge=1, description="most requests in one step")
-    chunked_prefill_size: int = Field(512, ge=1, description="most rows (tokens) in one step")
+    max_running_requests: int | None = Field(
+        None, ge=1, description="most requests in one step (default: 64, or 128 on a GPU)"
+    )
+    chunked_prefill_size: int | None = Field(
+        None, ge=1, description="most rows (tokens) in one step (default: 512, or 8192 on a GPU)"
+    )
     max_total_tokens: int | None = Field(None, ge=PAGE_SIZE, description="tokens that the KV pool holds")
     disable_cuda_graph: bool = Field(False, description="run steps eagerly on CUDA too")
     disable_overlap_schedule: bool = Field(False, description="read each step's tokens before planning the next")

@@ -18,8 +18,8 @@ from lorry.engine.memory import (
     HOST_FRACTION,
     KVSize,
     MemoryBudget,
+    StepLimits,
     largest_step,
-    max_step_tokens,
     measure_step,
     size_kv,
     used_bytes,
@@ -106,19 +106,22 @@ def build_around(
         from lorry.lora.grafting import graft_layers
 
         graft_layers(loaded.model, sites, lora, attention, pool, progress)
-    runner = ModelRunner(loaded, attention, lora, config.max_running_requests)
+    limits = StepLimits.of(config, loaded.device)
+    runner = ModelRunner(loaded, attention, lora, limits.num_requests)
     self_check(loaded.model, loaded.reference, _check_forward(loaded, runner))
     if loaded.device.type == "cuda":
-        kv = _finish_on_cuda(_Unfinished(loaded, lora, runner, attention, config, budget, dummies), pool, progress)
+        kv = _finish_on_cuda(
+            _Unfinished(loaded, lora, runner, attention, config, limits, budget, dummies), pool, progress
+        )
     else:
         free = psutil.virtual_memory().available * (config.mem_fraction_static or HOST_FRACTION)
-        kv = size_kv(config, loaded.max_context, _kv_bytes_per_token(loaded), int(free))
+        kv = size_kv(config, limits, loaded.max_context, _kv_bytes_per_token(loaded), int(free))
         grow_kv(pool, kv.num_pages)
     progress(f"self-check passed; {kv.num_tokens:,} tokens of KV, {len(sites):,} LoRA sites")
     scheduler = Scheduler(
         PagePool(kv.num_pages, PAGE_SIZE, not config.disable_radix_cache),
-        config.max_running_requests,
-        max_step_tokens(config),
+        limits.num_requests,
+        limits.num_rows,
     )
 
     has_experts = any(site.kind == "experts" for site in all_sites)
@@ -192,6 +195,7 @@ class _Unfinished:
     runner: ModelRunner
     attention: AttentionBackend
     config: EngineConfig
+    limits: StepLimits
     budget: MemoryBudget
     dummies: tuple[DummyAdapter, ...]
 
@@ -199,8 +203,7 @@ class _Unfinished:
         if self.config.disable_cuda_graph or not isinstance(self.attention, CapturableAttention):
             return None
         tokens = self.runner.sampler.tokens
-        rows = max_step_tokens(self.config)
-        return StepGraphs(self.loaded.model, self.attention, self.lora, tokens, rows, context)
+        return StepGraphs(self.loaded.model, self.attention, self.lora, tokens, self.limits.num_rows, context)
 
 
 def _finish_on_cuda(parts: _Unfinished, pool: dict[str, LayerKV], progress: Callable[[str], None]) -> KVSize:
@@ -212,7 +215,7 @@ def _finish_on_cuda(parts: _Unfinished, pool: dict[str, LayerKV], progress: Call
     if isinstance(parts.attention, CapturableAttention):  # it reads pages in place: no memory grows with the context
         bound = min(bound, _LONG_CONTEXT)
     with _any_adapter(parts) as slot:
-        plan = largest_step(config, bound, slot)
+        plan = largest_step(parts.limits, bound, slot)
         progress("measuring the memory of the largest step")
         measure_step(budget, device, lambda: parts.runner.launch(plan))
         trial = parts.make_graphs(bound)
@@ -220,7 +223,7 @@ def _finish_on_cuda(parts: _Unfinished, pool: dict[str, LayerKV], progress: Call
             with budget.explained("graphs"):
                 budget.take("graphs", trial.estimate_bytes())
             del trial
-        kv = size_kv(config, loaded.max_context, bytes_per_token, budget.left)
+        kv = size_kv(config, parts.limits, loaded.max_context, bytes_per_token, budget.left)
         budget.take("KV pool", kv.num_tokens * bytes_per_token)
         with budget.explained("KV pool"):
             grow_kv(pool, kv.num_pages)
@@ -234,7 +237,7 @@ def _finish_on_cuda(parts: _Unfinished, pool: dict[str, LayerKV], progress: Call
                     f"graphs take {budget.parts['graphs'] / 2**30:.2f} GiB, {estimate / 2**30:.2f} GiB were set aside"
                 )
         with budget.explained("largest step"):
-            parts.runner.launch(largest_step(config, min(bound, kv.context), slot))
+            parts.runner.launch(largest_step(parts.limits, min(bound, kv.context), slot))
             torch.cuda.synchronize(device)
     progress(budget.table())
     return kv

@@ -120,15 +120,29 @@ def measure_step(budget: MemoryBudget, device: torch.device, run: Callable[[], o
     budget.take("largest step", peak)
 
 
-def largest_step(config: EngineConfig, context: int, slot: int) -> StepPlan:
+@dataclass(frozen=True)
+class StepLimits:
+    """Most requests and most rows of one step."""
+
+    num_requests: int
+    num_rows: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, device: torch.device) -> StepLimits:
+        """As asked for, else what suits the device."""
+        requests, rows = (128, 8192) if device.type == "cuda" else (64, 512)
+        requests = config.max_running_requests or requests
+        return cls(requests, max(config.chunked_prefill_size or rows, requests))
+
+
+def largest_step(limits: StepLimits, context: int, slot: int) -> StepPlan:
     """As many rows and requests as a step may have, one of them at the end of a whole context, all of them sampled
     in the most expensive way. Every page is page 0, so it runs with a pool of any size and overwrites that page.
     """
-    num_requests = config.max_running_requests
-    further = max_step_tokens(config) - num_requests
+    further = limits.num_rows - limits.num_requests
     params = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, logprobs=20, repetition_penalty=1.1)
     chunks = []
-    for i in range(num_requests):
+    for i in range(limits.num_requests):
         rows = 1 + min(further, context - 1)
         further -= rows - 1
         length = context if i == 0 else rows
@@ -137,11 +151,6 @@ def largest_step(config: EngineConfig, context: int, slot: int) -> StepPlan:
         sequence = Sequence(request, slot, i, 1, [0] * length, pages=pages, num_computed=length - rows)
         chunks.append(ScheduledChunk(sequence, length - rows, rows, samples=True))
     return StepPlan(tuple(chunks))
-
-
-def max_step_tokens(config: EngineConfig) -> int:
-    """Most rows of one step."""
-    return max(config.chunked_prefill_size, config.max_running_requests)
 
 
 @dataclass(frozen=True)
@@ -164,12 +173,14 @@ def wanted_context(config: EngineConfig, max_context: int) -> int:
     return wanted
 
 
-def size_kv(config: EngineConfig, max_context: int, bytes_per_token: int, available: int) -> KVSize:
+def size_kv(
+    config: EngineConfig, limits: StepLimits, max_context: int, bytes_per_token: int, available: int
+) -> KVSize:
     """The pool for `available` bytes, or of the size asked for; `ConfigError` where it holds not even one page."""
     wanted = wanted_context(config, max_context)
     tokens = config.max_total_tokens
     if tokens is None:
-        tokens = min(max(0, available) // bytes_per_token, config.max_running_requests * wanted)
+        tokens = min(max(0, available) // bytes_per_token, limits.num_requests * wanted)
     num_pages = tokens // PAGE_SIZE
     if num_pages < 1:
         raise ConfigError(

@@ -7,7 +7,7 @@ import torch
 
 from lorry.config import EngineConfig
 from lorry.engine.build import Parts, _finish_on_cuda, _kv_bytes_per_token, _Unfinished
-from lorry.engine.memory import KVSize, MemoryBudget, largest_step, size_kv
+from lorry.engine.memory import KVSize, MemoryBudget, StepLimits, largest_step, size_kv
 from lorry.errors import ConfigError
 from lorry.kv.pool import KVShape, allocate_kv, grow_kv
 from lorry.models.hooks import bind_attention
@@ -19,6 +19,10 @@ GIB = 2**30
 
 def make_config(**settings: Any) -> EngineConfig:
     return EngineConfig.parse(model="m", **settings)
+
+
+def limits(config: EngineConfig) -> StepLimits:
+    return StepLimits.of(config, torch.device("cpu"))
 
 
 def budget() -> MemoryBudget:
@@ -59,10 +63,10 @@ def test_a_host_has_no_limit():
 
 def test_the_pool_takes_what_is_there_but_not_more_than_requests_can_use():
     config = make_config(max_running_requests=2)
-    assert size_kv(config, 64, bytes_per_token=10, available=1000).num_tokens == 96
-    assert size_kv(config, 64, bytes_per_token=10, available=10**9).num_tokens == 128
-    assert size_kv(config, 1000, bytes_per_token=10, available=1000).context == 96
-    assert size_kv(make_config(max_total_tokens=33), 64, 10, 0).num_tokens == 32
+    assert size_kv(config, limits(config), 64, bytes_per_token=10, available=1000).num_tokens == 96
+    assert size_kv(config, limits(config), 64, bytes_per_token=10, available=10**9).num_tokens == 128
+    assert size_kv(config, limits(config), 1000, bytes_per_token=10, available=1000).context == 96
+    assert size_kv(make_config(max_total_tokens=33), StepLimits(2, 8), 64, 10, 0).num_tokens == 32
 
 
 @pytest.mark.parametrize(
@@ -75,7 +79,7 @@ def test_the_pool_takes_what_is_there_but_not_more_than_requests_can_use():
 )
 def test_pools_that_cannot_be(settings: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
-        size_kv(make_config(**settings), 64, bytes_per_token=10, available=-5)
+        size_kv(make_config(**settings), StepLimits(2, 8), 64, bytes_per_token=10, available=-5)
 
 
 def test_a_pool_grows_for_all_who_hold_it():
@@ -89,7 +93,7 @@ def test_a_pool_grows_for_all_who_hold_it():
 
 def test_the_largest_step_runs_with_a_pool_of_one_page():
     config = make_config(max_running_requests=3, chunked_prefill_size=40)
-    plan = largest_step(config, 64, slot=-1)
+    plan = largest_step(limits(config), 64, slot=-1)
     assert [(c.start, c.num_tokens, c.samples) for c in plan.chunks] == [(26, 38, True), (0, 1, True), (0, 1, True)]
     parts = make_parts(tiny_model("llama"))
     one_page = allocate_kv(parts.loaded.kv_shapes, 1, torch.float32, torch.device("cpu"))
@@ -98,9 +102,9 @@ def test_the_largest_step_runs_with_a_pool_of_one_page():
 
 
 def test_rows_beyond_one_context_go_to_further_requests():
-    plan = largest_step(make_config(max_running_requests=4, chunked_prefill_size=100), 48, slot=-1)
+    plan = largest_step(StepLimits(4, 100), 48, slot=-1)
     assert [c.num_tokens for c in plan.chunks] == [48, 48, 3, 1]
-    plan = largest_step(make_config(max_running_requests=8, chunked_prefill_size=4), 48, slot=-1)
+    plan = largest_step(limits(make_config(max_running_requests=8, chunked_prefill_size=4)), 48, slot=-1)
     assert [c.num_tokens for c in plan.chunks] == [1] * 8
 
 
@@ -137,7 +141,7 @@ def finish(
     account.take("weights", parts.loaded.weight_bytes)
     account.take("arena of adapters", arena.num_bytes)
     said: list[str] = []
-    unfinished = _Unfinished(parts.loaded, parts.lora, parts.runner, attention, config, account, ())
+    unfinished = _Unfinished(parts.loaded, parts.lora, parts.runner, attention, config, limits(config), account, ())
     return _finish_on_cuda(unfinished, pool, said.append), said, parts
 
 
@@ -163,3 +167,11 @@ def test_a_step_that_is_too_large_is_explained(monkeypatch: pytest.MonkeyPatch):
 def test_a_pool_that_was_asked_for_and_does_not_fit_is_explained(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match="KV pool(.|\n)*--max-total-tokens"):
         finish(monkeypatch, total=5 * 2**20, step=0, max_total_tokens=2**20)
+
+
+def test_the_largest_step_suits_the_device_where_nothing_is_asked_for():
+    config = make_config()
+    assert limits(config) == StepLimits(64, 512)
+    assert StepLimits.of(config, torch.device("cuda")) == StepLimits(128, 8192)
+    asked = make_config(max_running_requests=700, chunked_prefill_size=16)
+    assert StepLimits.of(asked, torch.device("cuda")) == limits(asked) == StepLimits(700, 700)
