@@ -125,7 +125,9 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Where an adapter is now, and who uses it.
 
     `residency` is the best place that holds its weights: on the device, in the host's memory, or only registered (its
-    files). `num_running` requests are in steps, `num_waiting` wait for it to come to the device.
+    files). `num_running` requests are in steps, `num_waiting` wait for it to come to the device, of `num_requests`
+    that there have been; the last one came `idle_seconds` ago. Of the prompts' `prefix_query_tokens`,
+    `prefix_hit_tokens` were found in the prefix cache.
     """
 
     info: AdapterInfo
@@ -134,6 +136,10 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int
     pinned: bool
     draining: bool
+    num_requests: int = 0
+    idle_seconds: float = 0.0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
 
 
 class AdapterList(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lorry.config import EngineConfig
@@ -33,7 +34,9 @@ class PreparedAdapter:
 class AdapterDesk:
     """All but `prepare` is for the engine's thread. Without LoRA there is no `residency`, and nothing is taken in."""
 
-    def __init__(self, parts: Parts, config: EngineConfig) -> None:
+    def __init__(self, parts: Parts, config: EngineConfig, on_forget: Callable[[AdapterUid], None]) -> None:
+        """`on_forget` is told of every version that does not come again."""
+        self._on_forget = on_forget
         self.store = AdapterStore(self._forget, config.lora_eviction_policy)
         self.residency: Residency | None = None
         self._parts = parts
@@ -131,4 +134,5 @@ class AdapterDesk:
     def _forget(self, version: Version) -> None:
         assert self.residency is not None
         self._stamps.pop(version.info.uid, None)
+        self._on_forget(version.info.uid)
         self.residency.forget(version)

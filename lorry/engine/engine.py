@@ -44,7 +44,7 @@ class Engine:
         self._config = config
         self._parts = build(config, progress) if parts is None else parts
         self._scheduler = self._parts.scheduler
-        self._desk = AdapterDesk(self._parts, config)
+        self._desk = AdapterDesk(self._parts, config, self._scheduler.pool.forget_hits)
         self._gate = Gate(
             self._scheduler,
             self._desk.store,
@@ -135,8 +135,8 @@ class Engine:
             pages_total=pool.num_pages,
             adapter_references=self._desk.store.num_references,
             num_preemptions=self._scheduler.num_preemptions,
-            prefix_hit_tokens=pool.hit_tokens,
-            prefix_query_tokens=pool.query_tokens,
+            prefix_hit_tokens=pool.hit_tokens.total(),
+            prefix_query_tokens=pool.query_tokens.total(),
             num_waiting_for_adapter=self._gate.num_waiting,
             num_adapter_drains=self._gate.num_drains,
             **self._desk.counts(),
@@ -244,6 +244,10 @@ class Engine:
             num_waiting=self._gate.waiting(uid),
             pinned=version.pinned,
             draining=self._gate.is_draining(uid),
+            num_requests=version.num_requests,
+            idle_seconds=time.monotonic() - version.used_at,
+            prefix_hit_tokens=self._scheduler.pool.hit_tokens[uid],
+            prefix_query_tokens=self._scheduler.pool.query_tokens[uid],
         )
 
     def _advance(self) -> None:

@@ -152,7 +152,7 @@ class Scheduler:
         sequence.num_computed = len(hit.pages) * PAGE_SIZE
         if not sequence.num_output:
             sequence.num_hit_tokens = sequence.num_computed
-        self.pool.record_hit(sequence.num_computed, len(sequence.token_ids))
+        self.pool.record_hit(sequence.adapter_uid, sequence.num_computed, len(sequence.token_ids))
         return self._take(sequence, min(sequence.num_tokens - sequence.num_computed, budget))
 
     def _has_room(self, sequence: Sequence, num_new: int) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lorry.types import AdapterUid
+from lorry.types import BASE_UID, AdapterUid
 
 _Key = tuple[int, tuple[int, ...]]
 """Node of the parent page (or minus the adapter's uid at the root), and the tokens of this page."""
@@ -37,8 +37,8 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.enable_cache = enable_cache
-        self.hit_tokens = 0
-        self.query_tokens = 0
+        self.hit_tokens: Counter[AdapterUid] = Counter()
+        self.query_tokens: Counter[AdapterUid] = Counter()
         self._free = deque(range(num_pages))
         self._references = [0] * num_pages
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -98,10 +98,15 @@ class PagePool:
                 pages.append(page)
         return PrefixHit(tuple(pages), node)
 
-    def record_hit(self, hit_tokens: int, query_tokens: int) -> None:
+    def record_hit(self, uid: AdapterUid, hit_tokens: int, query_tokens: int) -> None:
         """Count one admitted prompt: `hit_tokens` of its `query_tokens` were known."""
-        self.hit_tokens += hit_tokens
-        self.query_tokens += query_tokens
+        self.hit_tokens[uid] += hit_tokens
+        self.query_tokens[uid] += query_tokens
+
+    def forget_hits(self, uid: AdapterUid) -> None:
+        """Count what was recorded of a uid that does not come again as the base's, so that sums stay."""
+        for counter in (self.hit_tokens, self.query_tokens):
+            counter[BASE_UID] += counter.pop(uid, 0)
 
     def insert(self, node: int, token_ids: Sequence[int], page: int) -> int:
         """Say that `page`, under `node`, now holds exactly these `page_size` tokens; returns the page's node.

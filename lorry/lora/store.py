@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lorry.errors import AdapterExists, ModelNotFound
@@ -19,7 +20,7 @@ class Version:
     `references` are requests from arrival to end: they keep the version alive when its name is gone. `users` are
     those of them that may be in a step: they keep it on the device. `slot` is its place there, `host_bytes` its size
     in the host's memory (0: not there). With `has_files` it can be read again. `used` and `placed` are times of the
-    store's clock.
+    store's clock; `used_at` is that of the last request in seconds.
     """
 
     info: AdapterInfo
@@ -32,6 +33,8 @@ class Version:
     retired: bool = False
     used: int = 0
     placed: int = 0
+    num_requests: int = 0
+    used_at: float = field(default_factory=time.monotonic)
 
     @property
     def residency(self) -> Literal["device", "host", "registered"]:
@@ -133,7 +136,9 @@ class AdapterStore:
         if version is None or version.retired:
             raise ModelNotFound(f"the adapter of this request (uid {uid}) has been unloaded")
         version.references += 1
+        version.num_requests += 1
         version.used = self._tick()
+        version.used_at = time.monotonic()
 
     def release(self, uid: AdapterUid) -> None:
         """Give back the reference of a request that ended."""

@@ -299,6 +299,18 @@ def test_an_adapter_that_can_never_fit_is_refused_with_the_flag(paths):
     assert homes(engine) == {}
 
 
+def test_each_adapter_has_its_own_counts(paths):
+    engine = make_engine(FACTORY(), {"a": paths["a"], "b": paths["b"]})
+    for name in ("a", "a", "b", None):
+        run_engine(engine, [ask("x", engine, name)])
+    a, b = status(engine, "a"), status(engine, "b")
+    assert (a.num_requests, a.prefix_hit_tokens, a.prefix_query_tokens) == (2, 16, 42)
+    assert (b.num_requests, b.prefix_hit_tokens, b.prefix_query_tokens) == (1, 0, 21)
+    assert 0 <= b.idle_seconds <= a.idle_seconds < 60
+    engine.unload_adapter("a")
+    assert (engine.stats().prefix_hit_tokens, engine.stats().prefix_query_tokens) == (16, 84)
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
