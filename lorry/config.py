@@ -167,4 +167,7 @@ class ServerConfig(EngineConfig):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     api_key: str | None = Field(None, description="require this key as bearer token for all of /v1")
+    lora_state: str | None = Field(
+        None, description="file that keeps which adapters were loaded while the server ran, for its next start"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much is logged")

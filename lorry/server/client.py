@@ -32,6 +32,7 @@ from lorry.engine.messages import (
 from lorry.engine.worker import ENGINE_FACTORY
 from lorry.errors import EngineUnavailable, LorryError, ModelNotFound, from_code
 from lorry.server.process import EngineProcess
+from lorry.server.saved import SavedAdapter, SavedAdapters
 from lorry.types import AdapterInfo, AdapterList, EngineInfo, EngineRequest, EngineStats, TokenOutput
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,9 @@ class EngineClient:
         factory: str = ENGINE_FACTORY,
         restart: RestartPolicy | None = None,
         log_level: str = "info",
+        saved: SavedAdapters | None = None,
     ) -> None:
+        """`saved` is kept up to date with what is loaded and unloaded here; see `load_saved`."""
         self.adapters: dict[str, AdapterInfo] = {}
         self.reason: str | None = "the engine has not been started"
         """Why no request can be taken now; None when the engine is ready."""
@@ -85,7 +88,8 @@ class EngineClient:
         self._started: asyncio.Future[EngineInfo] | None = None
         self._start_error: LorryError | None = None
         self._ready_since: float | None = None
-        self._sources: dict[str, LoadAdapter] = {}  # what users asked for last, by name
+        self._sources: dict[str, LoadAdapter | None] = {}  # what users asked for last, by name; None: it has no files
+        self._saved = saved
         self._requests: dict[str, OnOutput] = {}
         self._calls: dict[int, tuple[Call, asyncio.Future[Answer]]] = {}
         self._call_ids = itertools.count(1)
@@ -167,6 +171,16 @@ class EngineClient:
         command = LoadAdapter(next(self._call_ids), name, path, replace, pinned, content)
         return await self._call_adapter(command)
 
+    async def load_saved(self) -> None:
+        """Load what was loaded when the server ended; what cannot be loaded is logged, and stays saved."""
+        for adapter in self._saved.read() if self._saved is not None else []:
+            command = LoadAdapter(next(self._call_ids), adapter.name, adapter.path, True, adapter.pinned)
+            try:
+                await self._call_adapter(command)
+            except LorryError as error:
+                log.error("adapter %r of --lora-state cannot be loaded: %s", adapter.name, error)
+                self._sources[adapter.name] = command
+
     async def unload_adapter(self, name: str, abort: bool = False) -> AdapterInfo:
         """Forget an adapter; its running requests finish, or with `abort` end."""
         self._check_known(name)
@@ -239,15 +253,23 @@ class EngineClient:
         """Let the registry follow the engine, also where the caller has gone meanwhile."""
         if isinstance(command, LoadAdapter) and isinstance(result, AdapterInfo):
             self.adapters[command.name] = result
-            self._sources[command.name] = msgspec.structs.replace(command, content=None)
+            self._sources[command.name] = command if command.content is None else None
+            self._save()
         elif isinstance(command, PinAdapter) and isinstance(result, AdapterInfo):
-            source = self._sources.get(command.name) or LoadAdapter(0, command.name, result.path)
-            self._sources[command.name] = msgspec.structs.replace(source, pinned=command.pinned)
+            source = self._sources.get(command.name, LoadAdapter(0, command.name, result.path))
+            self._sources[command.name] = source and msgspec.structs.replace(source, pinned=command.pinned)
+            self._save()
         elif isinstance(command, UnloadAdapter):
             self.adapters.pop(command.name, None)
             self._sources.pop(command.name, None)
+            self._save()
         if not answer.done():
             answer.set_result(result)
+
+    def _save(self) -> None:
+        if self._saved is not None:
+            known = [source for source in self._sources.values() if source is not None]
+            self._saved.write(SavedAdapter(source.name, source.path, source.pinned) for source in known)
 
     # Life and death of the process
 
@@ -329,7 +351,11 @@ class EngineClient:
                 else:
                     await self._call(process, UnloadAdapter(next(self._call_ids), name))
             for name, adapter in wanted.items():
-                source = self._sources.get(name) or LoadAdapter(0, name, adapter.path)
+                source = self._sources.get(name, LoadAdapter(0, name, adapter.path))
+                if source is None:
+                    log.error("adapter %r is lost with the engine: it was sent in a request", name)
+                    self.adapters.pop(name, None)
+                    continue
                 try:
                     await self._call(process, msgspec.structs.replace(source, call_id=next(self._call_ids)))
                 except EngineUnavailable:

@@ -10,6 +10,7 @@ import logging
 import shlex
 import socket
 from collections.abc import Iterable
+from pathlib import Path
 
 import uvicorn
 from rich.console import Console
@@ -24,6 +25,7 @@ from lorry.errors import ConfigError, InvalidRequest
 from lorry.server.app import create_app
 from lorry.server.client import EngineClient
 from lorry.server.names import check_adapter_name
+from lorry.server.saved import SavedAdapters
 from lorry.text import Tokenizer
 from lorry.types import AdapterInfo, EngineInfo
 
@@ -52,6 +54,7 @@ async def _serve(config: ServerConfig, factory: str, console: Console) -> None:
             progress=lambda text: console.print(f"[dim]{escape(text)}[/dim]", highlight=False),
             factory=factory,
             log_level=config.log_level,
+            saved=None if config.lora_state is None else SavedAdapters(Path(config.lora_state)),
         )
         try:
             tokenizer, info = await _start(config, client)
@@ -76,7 +79,9 @@ async def _start(config: ServerConfig, client: EngineClient) -> tuple[Tokenizer,
     try:
         path = config.tokenizer_path or config.model
         tokenizer = await asyncio.to_thread(Tokenizer.load, path, config.chat_template)
-        return tokenizer, await starting
+        info = await starting
+        await client.load_saved()
+        return tokenizer, info
     except BaseException:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)

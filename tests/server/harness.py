@@ -25,6 +25,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from lorry.config import ServerConfig
 from lorry.server.app import create_app
 from lorry.server.client import EngineClient, RestartPolicy
+from lorry.server.saved import SavedAdapters
 from lorry.server.serve import bind
 from lorry.text import Tokenizer
 
@@ -143,8 +144,10 @@ def running_server(
     servers: list[uvicorn.Server] = []
 
     async def main() -> None:
-        client = EngineClient(config, progress.append, factory, restart)
+        saved = None if config.lora_state is None else SavedAdapters(Path(config.lora_state))
+        client = EngineClient(config, progress.append, factory, restart, saved=saved)
         await client.start()
+        await client.load_saved()
         app = create_app(config, client, Tokenizer.load(config.model, config.chat_template))
         with bind(config.host, 0) as listener:
             servers.append(uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1)))
