@@ -92,6 +92,9 @@ class EngineConfig(BaseModel):
         description="seconds after which a request whose adapter finds no room on the device makes another adapter "
         "finish its requests and yield (default: never)",
     )
+    lora_fair_share: bool = Field(
+        False, description="let adapters with waiting requests have equal shares, not first come, first served"
+    )
     max_requests_per_lora: int | None = Field(
         None, ge=1, description="most requests of one adapter in steps at a time; further ones wait"
     )

@@ -14,6 +14,7 @@ from lorry.engine.build import Parts, build
 from lorry.engine.gate import Gate
 from lorry.engine.runner import LaunchedStep
 from lorry.engine.sequence import Sequence
+from lorry.engine.turns import ByArrival, FairShare
 from lorry.errors import ContextLengthExceeded, InvalidRequest, LorryError
 from lorry.lora.store import Version
 from lorry.types import (
@@ -51,6 +52,7 @@ class Engine:
             self._desk.residency,
             config.lora_drain_wait_threshold,
             config.max_requests_per_lora,
+            FairShare() if config.lora_fair_share else ByArrival(),
             time.monotonic,
         )
         self._sequences: dict[str, Sequence] = {}

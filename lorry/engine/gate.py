@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from lorry.engine.scheduler import Scheduler
 from lorry.engine.sequence import Sequence
+from lorry.engine.turns import Turns
 from lorry.lora.residency import Residency
 from lorry.lora.store import AdapterStore, Version
 from lorry.types import BASE_UID, AdapterUid
@@ -36,9 +37,11 @@ class Gate:
         residency: Residency | None,
         drain_threshold: float | None,
         max_per_adapter: int | None,
+        turns: Turns,
         clock: Callable[[], float],
     ) -> None:
         """`drain_threshold` seconds, None: nothing drains; `max_per_adapter` requests of one adapter at a time."""
+        self._turns = turns
         self._scheduler = scheduler
         self._store = store
         self._residency = residency
@@ -69,6 +72,7 @@ class Gate:
     def add(self, sequence: Sequence) -> None:
         """Take up a request that has a reference to its adapter."""
         uid = sequence.adapter_uid
+        sequence.turn = self._turns.next(uid, sequence.max_length, self._scheduler.turn)
         if uid == BASE_UID:
             self._scheduler.add(sequence)
         elif uid not in self._queues and self._may_enter(sequence):

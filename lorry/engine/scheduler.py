@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort, insort_left
 from collections import deque
 
 from lorry.config import PAGE_SIZE
@@ -10,11 +11,11 @@ from lorry.kv.prefix import PagePool
 
 
 class Scheduler:
-    """First come, first served. Everything here is plain Python, and nothing here knows of tensors.
+    """Everything here is plain Python, and nothing here knows of tensors.
 
-    Running sequences go first, oldest first, then waiting ones are admitted in order of arrival while rows, pages
-    and places are left. When pages run out, the youngest running sequence gives up its pages and returns to the
-    head of the queue; its tokens are kept and computed again later (from the prefix cache where they survive).
+    Running sequences go first, oldest first, then waiting ones are admitted by their turns while rows, pages and
+    places are left. When pages run out, the youngest running sequence gives up its pages and returns to the queue, by
+    its old turn; its tokens are kept and computed again later (from the prefix cache where they survive).
     The oldest is never preempted for another, and any one sequence fits into the pool, so something always ends.
 
     A step may be planned while the one before is in flight: launched, its tokens not read. Pending tokens count like
@@ -25,9 +26,11 @@ class Scheduler:
     def __init__(self, pool: PagePool, max_running: int, max_step_tokens: int) -> None:
         self.pool = pool
         self.num_preemptions = 0
+        self.turn = 0.0
+        """The last turn that was taken."""
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._num_in_flight = 0
 
@@ -44,7 +47,7 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     def add(self, sequence: Sequence) -> None:
-        self._waiting.append(sequence)
+        insort(self._waiting, sequence, key=_turn)
 
     def remove(self, sequence: Sequence) -> bool:
         """Forget a sequence that ended or was aborted; whether it is gone at once, and its pages are back.
@@ -145,7 +148,8 @@ class Scheduler:
             self.pool.release(sequence.pages)
             sequence.pages = []
             return None
-        self._waiting.popleft()
+        del self._waiting[0]
+        self.turn = max(self.turn, sequence.turn)
         self._running.append(sequence)
         sequence.node = hit.node
         sequence.num_cached_pages = len(hit.pages)
@@ -173,7 +177,7 @@ class Scheduler:
         assert not sequence.num_in_flight
         self._running.remove(sequence)
         self._release(sequence)
-        self._waiting.appendleft(sequence)
+        insort_left(self._waiting, sequence, key=_turn)
         self.num_preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
@@ -181,3 +185,7 @@ class Scheduler:
         sequence.pages = []
         sequence.num_computed = 0
         sequence.num_cached_pages = 0
+
+
+def _turn(sequence: Sequence) -> float:
+    return sequence.turn

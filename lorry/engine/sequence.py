@@ -53,7 +53,7 @@ class Sequence:
     are known to the device alone: `num_pending` of them, behind `token_ids`; the last one is in row `pending_row` of
     what its step sampled. `num_computed` counts tokens whose keys and values a launched step writes. `num_in_flight`
     counts launched steps with this sequence in them that have not been read: until it is 0 its pages and its adapter
-    stay, even when it has `ended`.
+    stay, even when it has `ended`. Of waiting sequences the one with the smallest `turn` goes first.
     """
 
     request: EngineRequest
@@ -70,6 +70,7 @@ class Sequence:
     pending_row: int = -1
     num_in_flight: int = 0
     ended: bool = False
+    turn: float = 0.0
 
     @property
     def request_id(self) -> str:

@@ -386,6 +386,23 @@ def test_one_adapter_has_at_most_so_many_requests_in_steps(paths, alone):
     assert_idle(engine)
 
 
+def order_of_ends(engine: Engine, names: Sequence[str | None]) -> list[str]:
+    for i, name in enumerate(names):
+        engine.add_request(ask(f"{name}{i}", engine, name))
+    return [output.request_id for output in steps(engine) if output.finish_reason]
+
+
+def test_a_fair_share_for_who_comes_behind_a_crowd(paths):
+    names = ["a"] * 8 + ["b", None]
+    for fair, place in ((False, 8), (True, 2)):
+        engine = make_engine(FACTORY(), paths, max_running_requests=1, lora_fair_share=fair)
+        ended = order_of_ends(engine, names)
+        assert ended.index("b8") == place - fair
+        assert ended.index("None9") == place + 1 - fair
+        assert [name for name in ended if name.startswith("a")] == [f"a{i}" for i in range(8)]
+        assert_idle(engine)
+
+
 Answer = tuple[str, Sequence[int]]
 
 
