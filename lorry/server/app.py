@@ -149,15 +149,19 @@ async def _on_unexpected_error(_: Request, error: Exception) -> Response:
     return JsonResponse(body, status_code=500)
 
 
+def _is_open(path: str) -> bool:
+    return path in ("/", "/health") or path.startswith("/ui/")
+
+
 class RequireKey:
-    """ASGI middleware: everything below /v1 needs the key as bearer token."""
+    """ASGI middleware: everything but the page, its files and /health needs the key as bearer token."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
         self._expected = f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1"):
+        if scope["type"] == "http" and not _is_open(scope["path"]):
             given = Headers(scope=scope).get("authorization", "")
             if not secrets.compare_digest(given.encode("latin-1"), self._expected):
                 body = error_body("the API key is missing or wrong: send it as bearer token", 401, "invalid_api_key")

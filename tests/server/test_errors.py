@@ -75,14 +75,22 @@ def test_an_error_in_mid_stream_is_an_event(server: RunningServer):
         assert b"[DONE]" not in response.read()
 
 
-def test_the_api_key_guards_v1(model: Path):
+def test_the_api_key_guards_every_route_but_the_page_and_health(model: Path):
     with running_server(model, api_key="secret") as server:
         assert server.openai.models.list().data
         with pytest.raises(openai.AuthenticationError) as caught:
             server.openai.with_options(api_key="wrong").models.list()
         assert caught.value.code == "invalid_api_key"
         without = {"Authorization": ""}
-        error_of(server.http.post("/v1/load_lora_adapter", json={}, headers=without), 401)
+        for route in (
+            "/v1/load_lora_adapter",
+            "/load_lora_adapter",
+            "/unload_lora_adapter",
+            "/docs",
+            "/uix",
+            "//v1/models",
+        ):
+            error_of(server.http.post(route, json={}, headers=without), 401)
         error_of(server.http.post("/v1/chat/completions", content=b"{", headers=without), 401)
         assert server.http.get("/health", headers=without).status_code == 200
 
