@@ -23,6 +23,9 @@ from lorry.types import AdapterInfo, AdapterUid
 PARALLEL_READS = 2
 """Adapters whose files are read at the same time: each may hold gigabytes of host memory meanwhile."""
 
+MAX_STAGED = 4
+"""Adapters that are read and kept on the host because they are next: others follow as these reach the device."""
+
 Reader = Callable[[AdapterInfo], PackedAdapter]
 """Reads a registered adapter's files again, on any thread; raises where they are not what they were."""
 
@@ -54,6 +57,7 @@ class Residency:
         self._wanted: dict[AdapterUid, None] = {}
         self._reads: dict[AdapterUid, Future[PackedAdapter]] = {}
         self._copies: deque[_Copy] = deque()
+        self._arrived: set[AdapterUid] = set()  # on the device just now: who waits for them has not been let in yet
         self._threads = ThreadPoolExecutor(PARALLEL_READS, thread_name_prefix="read-adapter")
         self._has_read = threading.Event()
         cuda = arena.data.device.type == "cuda"
@@ -128,13 +132,14 @@ class Residency:
     def advance(self) -> dict[AdapterUid, Exception]:
         """Take up what threads and copies have done, and start what is next; returns reads that failed."""
         self._has_read.clear()
+        self._arrived.clear()
         failed = self._finish_reads()
         self._finish_copies()
         blocked = False
-        for uid in list(self._wanted):
-            if self._store[uid].slot is not None:
-                del self._wanted[uid]
-            elif uid not in self._host:
+        wanted = [uid for uid in self._wanted if self._store[uid].slot is None]
+        self._wanted = dict.fromkeys(wanted)
+        for uid in wanted[:MAX_STAGED]:
+            if uid not in self._host:
                 self._start_read(uid)
             elif not blocked and all(copy.uid != uid for copy in self._copies):
                 blocked = not self._start_copy(uid)  # first come, first served: a large one must find room some time
@@ -184,6 +189,7 @@ class Residency:
                 self._arena.release(copy.slot)
                 continue
             self._store.place(copy.uid, copy.slot)
+            self._arrived.add(copy.uid)
             self._wanted.pop(copy.uid, None)
             self._trim_host()
 
@@ -220,7 +226,7 @@ class Residency:
 
     def _make_room(self, packed: PackedAdapter) -> bool:
         """Evict what it takes, or nothing where that is not enough."""
-        victims = self._store.device_victims()
+        victims = [version for version in self._store.device_victims() if version.info.uid not in self._arrived]
         slots, free = self._arena.num_free_slots, self._arena.num_free_bytes
         chosen = []
         for victim in victims:

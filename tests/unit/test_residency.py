@@ -19,6 +19,7 @@ import torch
 from lorry.engine import adapters as desk
 from lorry.engine.engine import Engine
 from lorry.errors import AdapterCapacity, AdapterFormatError, ModelNotFound
+from lorry.lora import residency
 from lorry.types import AdapterStatus, EngineRequest, TokenOutput
 from tests.adapters import make_peft_adapter
 from tests.engines import make_engine, request, run_engine, tokens_of
@@ -143,6 +144,22 @@ def test_l06_reading_files_stalls_nobody(paths, alone, monkeypatch):
     cold = [output for output in steps(engine) if output.request_id == "cold"]
     assert tokens_of(cold) == alone[absent]
     assert_idle(engine)
+
+
+def test_what_waits_for_room_is_not_all_read_ahead(paths, monkeypatch):
+    monkeypatch.setattr(residency, "MAX_STAGED", 2)
+    engine = small(paths, 1, max_loaded_loras=1)
+    resident = next(name for name, home in homes(engine).items() if home == "device")
+    engine.add_request(ask("long", engine, resident, max_tokens=60))
+    for name in NAMES:
+        if name != resident:
+            engine.add_request(ask(name, engine, name))
+    ended, most = [], 0
+    for output in steps(engine):
+        most = max(most, engine.stats().adapters_on_host)
+        ended += [output.request_id] if output.finish_reason else []
+    assert most <= 3  # the resident one may be there too
+    assert ended == ["long", *(name for name in NAMES if name != resident)]
 
 
 def test_files_that_have_changed_end_the_requests_that_need_them_and_no_other(paths, alone, tmp_path):
