@@ -19,7 +19,7 @@ MIN_LOGPROB = -9999.0
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
     front: Front = request.app.state.front
-    front.resolve(body.model)  # an unknown name is refused before any work is done
+    await front.find(body.model)  # an unknown name is refused before any work is done
     params = body.sampling()
     prompt = await front.render_chat([message.model_dump(exclude_none=True) for message in body.messages])
     generation = front.start(body.model, [prompt], params, "chatcmpl", "messages")

@@ -17,7 +17,7 @@ router = APIRouter()
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue one or several texts; the choices of the first prompt come first."""
     front: Front = request.app.state.front
-    front.resolve(body.model)  # an unknown name is refused before any work is done
+    await front.find(body.model)  # an unknown name is refused before any work is done
     params = body.sampling()
     prompts = await front.encode_prompts(body.prompts())
     generation = front.start(body.model, prompts, params, "cmpl", "prompt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,14 +13,24 @@ from typing import Any, TypeVar
 import msgspec
 
 from lorry.config import ServerConfig
-from lorry.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest, from_code
+from lorry.errors import (
+    AdapterExists,
+    ContextLengthExceeded,
+    EngineUnavailable,
+    InvalidRequest,
+    ModelNotFound,
+    from_code,
+)
 from lorry.server.client import EngineClient
-from lorry.server.names import Target, resolve
+from lorry.server.names import Target, adapter_part, check_adapter_name, resolve
 from lorry.server.protocol import PromptTokensDetails, Usage
+from lorry.server.roots import find_below
 from lorry.text import Detokenizer, Tokenizer
-from lorry.types import EngineRequest, SamplingParams, TokenLogprobs, TokenOutput
+from lorry.types import AdapterInfo, EngineRequest, SamplingParams, TokenLogprobs, TokenOutput
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 LONG_TEXT = 4096
 """Characters from which on a text is tokenised on a thread, so that nobody else waits for it."""
@@ -162,6 +173,33 @@ class Front:
         self.config = config
         self.client = client
         self.tokenizer = tokenizer
+        self._loads: dict[str, asyncio.Task[AdapterInfo]] = {}
+
+    async def find(self, model: str | None) -> Target:
+        """As `resolve`; a name that is not known is looked for below `--lora-root`, and loaded."""
+        try:
+            return self.resolve(model)
+        except ModelNotFound:
+            name = adapter_part(model or "", self.config)
+            folder = (
+                await asyncio.to_thread(find_below, name, self.config.lora_root) if self.config.lora_root else None
+            )
+            if folder is None:
+                raise
+            await self._load_once(name, str(folder))
+            return self.resolve(model)
+
+    async def _load_once(self, name: str, path: str) -> None:
+        """Load an adapter; requests that ask for it meanwhile wait for the same load."""
+        if name not in self._loads:
+            check_adapter_name(name, self.config)
+            load = asyncio.create_task(self.client.load_adapter(name, path))
+            load.add_done_callback(lambda _: self._loads.pop(name))
+            self._loads[name] = load
+        try:
+            await asyncio.shield(self._loads[name])  # who asked first may have gone
+        except AdapterExists:
+            log.debug("adapter %r was loaded by somebody else meanwhile", name)
 
     def resolve(self, model: str | None) -> Target:
         """What `model` means now; raises `ModelNotFound`."""

@@ -55,6 +55,14 @@ def resolve(model: str | None, config: EngineConfig, adapters: Mapping[str, Adap
     )
 
 
+def adapter_part(model: str, config: EngineConfig) -> str:
+    """The adapter that a name of no known one would mean: without a name of the base and a colon before it."""
+    for alias in sorted(base_aliases(config), key=len, reverse=True):
+        if model.startswith(f"{alias}:"):
+            return model[len(alias) + 1 :]
+    return model
+
+
 def check_adapter_name(name: str, config: EngineConfig) -> None:
     """Raise `InvalidRequest` for a name that could not be told apart or typed."""
     if not name or name != name.strip() or not name.isprintable() or len(name) > MAX_NAME_LEN:
