@@ -181,10 +181,8 @@ class Front:
             return self.resolve(model)
         except ModelNotFound:
             name = adapter_part(model or "", self.config)
-            folder = (
-                await asyncio.to_thread(find_below, name, self.config.lora_root) if self.config.lora_root else None
-            )
-            if folder is None:
+            folder = await asyncio.to_thread(find_below, name, self.config.lora_root)
+            if folder is None or not self.config.enable_lora:
                 raise
             await self._load_once(name, str(folder))
             return self.resolve(model)

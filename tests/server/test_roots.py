@@ -40,11 +40,24 @@ def test_without_roots_nothing_is_looked_for(model: Path, tmp_path: Path, monkey
         assert server.chat("who?", model="x").status_code == 404
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["", ".", "..", "../outside", "a/../../outside", "/etc", "a/./b", ".hidden", "a/.hidden", "a\\b", "a\0", "link", "a/up",
-     "circle", "file", "a//../..", "top"],
-)  # fmt: skip
+BAD = [
+    "",
+    ".",
+    "..",
+    "../outside",
+    "a/../../outside",
+    "/etc",
+    "a/./b",
+    "a//b",
+    "a/b/",
+    ".hidden",
+    "a/.hidden",
+    "a\\b",
+]
+BAD += ["a\0", "link", "a/up", "circle", "file", "a//../..", "top"]
+
+
+@pytest.mark.parametrize("name", BAD)
 def test_no_name_leads_out_of_a_root(name: str, tmp_path: Path):
     root = tmp_path / "root"
     for folder in (tmp_path / "outside", root / "a" / "b", root / ".hidden", root / "a" / ".hidden", root):
