@@ -60,7 +60,7 @@ BAD += ["a\0", "link", "a/up", "circle", "file", "a//../..", "top"]
 @pytest.mark.parametrize("name", BAD)
 def test_no_name_leads_out_of_a_root(name: str, tmp_path: Path):
     root = tmp_path / "root"
-    for folder in (tmp_path / "outside", root / "a" / "b", root / ".hidden", root / "a" / ".hidden", root):
+    for folder in (tmp_path / "outside", root / "a" / "b", root / ".hidden", root / "a" / ".h", root):
         write_adapter(folder)
     (root / "file").write_text("")
     os.symlink(tmp_path / "outside", root / "link")
