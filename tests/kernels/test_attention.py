@@ -48,17 +48,17 @@ def test_a_step_equals_explicit_attention(feature: str, step: str):
     assert torch.equal(world.kv.values.nan_to_num(99), pool.values.nan_to_num(99))
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("feature", ["grouped", "width 80", "MLA", "window", "narrow window", "sinks", "all"])
+@pytest.mark.parametrize("step", ["decodes", "mixed"])
+@pytest.mark.parametrize("feature", ["grouped", "MLA", "narrow window", "all"])
 def test_a_padded_step_equals_explicit_attention(feature: str, step: str):
     """Padding rows hold NaN and come out as zero; other steps have used the same room before."""
     world = World(FEATURES[feature], STEPS[step], padding=70)
     expected, pool = world.reference()
     backend = TritonAttention()
     World(FEATURES[feature], [(3, 3)]).run(backend)
-    backend.reserve(12, 4096, DEVICE)
-    other = World(FEATURES[feature], [(1, 3), (90, 90), (1, 40)], padding=3).padded(12, 30)
-    for batch in (other, world.padded(12, 30)):
+    backend.reserve(8, 512, DEVICE)
+    other = World(FEATURES[feature], [(1, 3), (90, 90), (1, 40)], padding=3).padded(8, 10)
+    for batch in (other, world.padded(8, 10)):
         backend.plan_padded(batch)
     ours = world.run(backend, plan=False)
     torch.testing.assert_close(ours[:-70], expected, atol=TOLERANCE, rtol=0)
