@@ -7,6 +7,7 @@ let in that end before the drain does, and then it makes room.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ from lorry.engine.turns import Turns
 from lorry.lora.residency import Residency
 from lorry.lora.store import AdapterStore, Version
 from lorry.types import BASE_UID, AdapterUid
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -107,7 +111,8 @@ class Gate:
     def advance(self) -> list[tuple[Sequence, Exception]]:
         """Move adapters, and let in whom they let in; returns requests whose adapter cannot be read, and why.
 
-        These are still to be removed."""
+        These are still to be removed.
+        """
         if self._residency is None:
             return []
         self._let_in()  # before room is made of what they wait for
@@ -115,6 +120,7 @@ class Gate:
             self._residency.want(uid)
         failed = []
         for uid, error in self._residency.advance().items():
+            log.error("adapter %r cannot be read: %s", self._store[uid].info.name, error)
             failed += [(sequence, error) for sequence in self._queues[uid].sequences] if uid in self._queues else []
         self._let_in()
         self._drain()
