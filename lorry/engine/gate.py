@@ -19,7 +19,6 @@ from lorry.lora.residency import Residency
 from lorry.lora.store import AdapterStore, Version
 from lorry.types import BASE_UID, AdapterUid
 
-
 log = logging.getLogger(__name__)
 
 
