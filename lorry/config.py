@@ -169,7 +169,12 @@ class ServerConfig(EngineConfig):
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    api_key: str | None = Field(None, description="require this key as bearer token for all of /v1")
+    api_key: str | None = Field(None, description="require this key as bearer token")
+    admin_api_key: str | None = Field(
+        None,
+        description="require this key to load, pin, list and unload adapters; without it these routes are off, "
+        "unless the server listens to this machine alone",
+    )
     lora_root: tuple[str, ...] = Field(
         (), description="folders: a model name that is not known is looked for below these, and loaded as an adapter"
     )

@@ -1,10 +1,9 @@
-"""The HTTP application: routes, models, health, the API key, and the one place where errors become HTTP."""
+"""The HTTP application: routes, models, health, and the one place where errors become HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,18 +11,18 @@ from pathlib import Path
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from msgspec import UNSET
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorry.config import ServerConfig
 from lorry.errors import EngineUnavailable, InvalidRequest, LorryError, ModelNotFound
 from lorry.server import adapters, chat, completions
 from lorry.server.client import EngineClient
 from lorry.server.generate import Front
+from lorry.server.keys import Guard
 from lorry.server.protocol import ModelCard, ModelList
 from lorry.server.responses import JsonResponse, error_body, lorry_error_body
 from lorry.text import Tokenizer
@@ -57,8 +56,8 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer)
     app.exception_handler(RequestValidationError)(_on_validation_error)
     app.exception_handler(HTTPException)(_on_http_exception)
     app.exception_handler(Exception)(_on_unexpected_error)
-    if config.api_key is not None:
-        app.add_middleware(RequireKey, key=config.api_key)
+    admin_paths = [route.path for route in adapters.router.routes if isinstance(route, APIRoute)]
+    app.add_middleware(Guard, config=config, admin_paths=admin_paths)
     return app
 
 
@@ -147,24 +146,3 @@ async def _on_unexpected_error(_: Request, error: Exception) -> Response:
     """A bug of ours; its traceback is logged by the server."""
     body = error_body(f"internal error ({type(error).__name__})", 500, LorryError.code)
     return JsonResponse(body, status_code=500)
-
-
-def _is_open(path: str) -> bool:
-    return path in ("/", "/health") or path.startswith("/ui/")
-
-
-class RequireKey:
-    """ASGI middleware: everything but the page, its files and /health needs the key as bearer token."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not _is_open(scope["path"]):
-            given = Headers(scope=scope).get("authorization", "")
-            if not secrets.compare_digest(given.encode("latin-1"), self._expected):
-                body = error_body("the API key is missing or wrong: send it as bearer token", 401, "invalid_api_key")
-                response = JsonResponse(body, status_code=401, headers={"www-authenticate": "Bearer"})
-                return await response(scope, receive, send)
-        await self._app(scope, receive, send)
