@@ -175,6 +175,9 @@ class ServerConfig(EngineConfig):
         description="require this key to load, pin, list and unload adapters; without it these routes are off, "
         "unless the server listens to this machine alone",
     )
+    metrics_max_models: int = Field(
+        100, ge=1, description="most models with metrics of their own; the others share one label"
+    )
     lora_root: tuple[str, ...] = Field(
         (), description="folders: a model name that is not known is looked for below these, and loaded as an adapter"
     )

@@ -52,7 +52,9 @@ async def load_lora_adapter_from_tensors(
 @router.post("/unload_lora_adapter")
 async def unload_lora_adapter(body: UnloadAdapterBody, request: Request) -> PlainTextResponse:
     """Forget an adapter; requests that are running with it finish, or with `abort` end."""
-    info = await _front(request).client.unload_adapter(body.lora_name, body.abort)
+    front = _front(request)
+    info = await front.client.unload_adapter(body.lora_name, body.abort)
+    front.metrics.forget(info.name)
     log.info("adapter %r unloaded", info.name)
     return PlainTextResponse(f"Success: LoRA adapter '{info.name}' removed successfully.")
 

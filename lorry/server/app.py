@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from msgspec import UNSET
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse
 from starlette.staticfiles import StaticFiles
@@ -50,6 +51,7 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer)
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
     app.add_api_route("/health", health, methods=["GET"])
+    app.add_api_route("/metrics", metrics, methods=["GET"], include_in_schema=False)
     app.add_api_route("/", page, methods=["GET"], include_in_schema=False)
     app.mount("/ui", StaticFiles(directory=UI_FOLDER), name="ui")
     app.exception_handler(LorryError)(_on_lorry_error)
@@ -95,6 +97,12 @@ def _model_cards(request: Request) -> list[ModelCard]:
         )
         cards.append(card)
     return cards
+
+
+async def metrics(request: Request) -> Response:
+    """For Prometheus."""
+    front: Front = request.app.state.front
+    return Response(await front.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 async def health(request: Request) -> Response:

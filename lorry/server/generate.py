@@ -22,6 +22,7 @@ from lorry.errors import (
     from_code,
 )
 from lorry.server.client import EngineClient
+from lorry.server.metrics import Metrics, RequestTimes
 from lorry.server.names import Target, adapter_part, check_adapter_name, resolve
 from lorry.server.protocol import PromptTokensDetails, Usage
 from lorry.server.roots import find_below
@@ -58,9 +59,12 @@ class Piece:
 class Choice:
     """One sequence that is being generated, on its way from tokens to text."""
 
-    def __init__(self, index: int, request: EngineRequest, tokenizer: Tokenizer, is_continuation: bool) -> None:
+    def __init__(
+        self, index: int, request: EngineRequest, tokenizer: Tokenizer, is_continuation: bool, times: RequestTimes
+    ) -> None:
         self.index = index
         self.request = request
+        self.times = times
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.finish_reason: str | None = None
@@ -130,6 +134,9 @@ class Generation:
             raise
 
     def _on_output(self, choice: Choice, output: TokenOutput) -> None:
+        choice.times.tokens(len(output.token_ids))
+        if output.finish_reason is not None:
+            choice.times.end(output.finish_reason)
         self._outputs.put_nowait((choice, output))
 
     async def next_piece(self) -> Piece | None:
@@ -142,6 +149,7 @@ class Generation:
             if piece is None:
                 continue
             if piece.finish_reason is not None:
+                choice.times.end(piece.finish_reason)
                 self._num_running -= 1
                 self._client.abort(choice.request.request_id)
             return piece
@@ -150,6 +158,7 @@ class Generation:
     def close(self) -> None:
         """Abort what still runs. Safe to call at any time and again."""
         for choice in self.choices:
+            choice.times.end("abort")
             self._client.abort(choice.request.request_id)
 
     def usage(self, choices_per_prompt: int) -> Usage:
@@ -173,6 +182,7 @@ class Front:
         self.config = config
         self.client = client
         self.tokenizer = tokenizer
+        self.metrics = Metrics(client, config.metrics_max_models)
         self._loads: dict[str, asyncio.Task[AdapterInfo]] = {}
 
     async def find(self, model: str | None) -> Target:
@@ -242,7 +252,9 @@ class Front:
                     params=msgspec.structs.replace(params.for_choice(offset), max_tokens=max_tokens),
                     adapter_uid=target.adapter_uid,
                 )
-                choices.append(Choice(len(choices), request, self.tokenizer, is_continuation=kind == "cmpl"))
+                times = self.metrics.request(target.id, 0 if offset else len(token_ids))
+                is_continuation = kind == "cmpl"
+                choices.append(Choice(len(choices), request, self.tokenizer, is_continuation, times))
         return Generation(self.client, target, response_id, choices)
 
     def _max_tokens(self, prompt_len: int, max_tokens: int | None, param: str) -> int:
