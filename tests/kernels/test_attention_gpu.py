@@ -78,6 +78,20 @@ def test_rows_do_not_depend_on_neighbours(model: str):
     assert torch.equal(other[-1], pair[0])
 
 
+def capture(backend: TritonAttention, world: World) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of the layer as it is planned, and where it leaves its result."""
+    arguments = (world.q, world.k, world.v, world.kv, world.params)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        backend.run(*arguments)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = backend.run(*arguments)
+    return graph, out
+
+
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss", "gemma-2", "deepseek-v3"])
 def test_a_captured_step_serves_any_chunks(model: str, step: str):
@@ -91,15 +105,7 @@ def test_a_captured_step_serves_any_chunks(model: str, step: str):
     slots = batch.write_slots.clone()
     batch.write_slots.fill_(-1)
     backend.plan_padded(PaddedBatch((), (), batch.pages, batch.write_slots))
-    arguments = (world.q, world.k, world.v, world.kv, world.params)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        backend.run(*arguments)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out = backend.run(*arguments)
+    graph, out = capture(backend, world)
     batch.write_slots.copy_(slots)
     backend.plan_padded(batch)
     graph.replay()
@@ -120,15 +126,7 @@ def test_a_captured_decode_reads_lengths_and_pages_of_its_replay(model: str):
     slots = torch.full((batch,), -1, dtype=torch.int32, device="cuda")
     backend = TritonAttention()
     backend.plan_decode(DecodeBatch(table, lens, slots))
-    arguments = (world.q, world.k, world.v, world.kv, world.params)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        backend.run(*arguments)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out = backend.run(*arguments)
+    graph, out = capture(backend, world)
     for i, own in enumerate(world.batch.pages):
         table[i, : len(own)] = torch.tensor(own)
     lens[:5] = torch.tensor(world.batch.context_lens)
