@@ -83,11 +83,24 @@ class Residency:
             "num_adapter_evictions": self.num_evictions,
         }
 
-    def check(self, name: str, packed: PackedAdapter) -> None:
+    def check(self, name: str, packed: PackedAdapter, has_files: bool) -> None:
         """`AdapterCapacity` where an adapter finds no room even if no other has any, but for those that stay."""
         others = [version for version in self._store if version.info.name != name]
         staying = [version for version in others if version.pinned or not version.recoverable]
         self._arena.check(packed.num_bytes, sum(version.info.num_bytes for version in staying))
+        if not has_files:
+            sizes = [version.host_bytes for version in others if version.host_bytes and not version.has_files]
+            self._check_host([*sizes, packed.num_bytes])
+
+    def _check_host(self, sizes: Sequence[int]) -> None:
+        """Whether adapters of these sizes, none of which can be read again, may all stay in the host's memory."""
+        limits = self._limits
+        few = limits.num_adapters is None or len(sizes) <= limits.num_adapters
+        if not few or (limits.num_bytes is not None and sum(sizes) > limits.num_bytes):
+            raise AdapterCapacity(
+                f"{len(sizes)} adapters without files would take {sum(sizes):,} bytes of the host's memory, which "
+                "may not hold so much: unload one, or raise --lora-host-memory or --max-loaded-loras"
+            )
 
     def check_pins(self, versions: Sequence[Version]) -> None:
         """`AdapterCapacity` where these cannot all be on the device beside any one of the others."""
