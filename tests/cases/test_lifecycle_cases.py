@@ -504,3 +504,86 @@ def test_w04_versions_of_one_name_share_no_keys_and_values(paths, alone):
         outputs = run_engine(engine, [ask("r", engine, name)])["r"]
         assert tokens_of(outputs) == alone["b"]
         assert outputs[0].num_cached_tokens == hit
+
+
+# Room and speed
+
+
+def test_l08_a_refresh_passes_the_pin_on_only_where_others_still_find_room(paths, alone, tmp_path):
+    engine = small(paths, 2.5, {"x": paths["a"], "y": paths["b"]})
+    engine.pin_adapter("x")
+    large = make_peft_adapter(tmp_path / "large", FACTORY, ["q_proj", "v_proj"], rank=8, seed=9, spread=0.5)
+    with pytest.raises(AdapterCapacity, match="'x': 1 pinned adapters would take .* leave no room for every other"):
+        load(engine, "x", large, replace=True)
+    assert [say(engine, name) for name in "yx"] == [alone["b"], alone["a"]]
+    engine.pin_adapter("x", pinned=False)
+    load(engine, "x", large, replace=True)
+    assert say(engine, "y") == alone["b"]
+    assert_peft_agrees(large, say(engine, "x"))
+
+
+def test_p04_memory_follows_the_real_rank_and_not_the_limit(paths, alone, tmp_path):
+    engine = small(paths, 16.5, {"a": paths["a"]}, max_lora_rank=256)
+    each = engine.adapters["a"].num_bytes
+    large = make_peft_adapter(tmp_path / "large", FACTORY, ["q_proj", "v_proj"], rank=32)
+    assert load(engine, "large", large).num_bytes == 8 * each
+    for i in range(7):
+        load(engine, f"small-{i}", paths["b"])
+    assert set(homes(engine).values()) == {"device"}
+    assert memory(engine) == (9, 16 * each, 16 * each)
+    assert [say(engine, name) for name in ("a", "small-6")] == [alone["a"], alone["b"]]
+
+
+def test_p08_who_waits_for_keys_and_values_keeps_nobody_from_a_place(paths, alone):
+    """Two places: a request that finds no pages counts for its own adapter, and only until it ends."""
+    engine = make_engine(
+        FACTORY(), {name: paths[name] for name in "abc"}, max_loras_per_batch=2, max_total_tokens=8 * 16
+    )
+    engine.add_request(request("big", random_tokens(100, 1)[0].tolist(), max_tokens=4))
+    for name in "abc":
+        engine.add_request(ask(name, engine, name))
+    outputs = engine.step()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_waiting_for_adapter) == (1, 2, 1)
+    engine.abort("a")
+    outputs += engine.step()
+    assert (engine.stats().num_waiting, engine.stats().num_waiting_for_adapter) == (2, 0)
+    outputs += steps(engine)
+    assert [of(name, outputs) for name in "abc"] == [[], alone["b"], alone["c"]]
+    assert_idle(engine)
+
+
+def test_p09_after_a_refresh_nothing_is_read_again(paths, alone, mine):
+    engine = make_engine(FACTORY(), {"x": paths["b"]})
+    load(engine, "x", mine, replace=True)
+    shutil.rmtree(mine)
+    before = engine.stats()
+    assert [say(engine, "x") for _ in range(5)] == [alone["a"]] * 5
+    after = engine.stats()
+    assert (after.num_adapter_reads, after.num_adapter_copies) == (0, before.num_adapter_copies)
+    with pytest.raises(AdapterExists):
+        load(engine, "x", paths["b"])
+
+
+def test_p13_as_many_adapters_as_places_all_stay_and_so_do_their_prefixes(paths, alone):
+    names = {str(i): paths[NAMES[i % len(NAMES)]] for i in range(50)}
+    engine = make_engine(FACTORY(), names, max_loras_per_batch=50, max_running_requests=32, max_total_tokens=50 * 48)
+    for hit in (0, 32):
+        outputs = run_engine(engine, [ask(name, engine, name) for name in names])
+        for i, name in enumerate(names):
+            assert tokens_of(outputs[name]) == alone[NAMES[i % len(NAMES)]]
+            assert outputs[name][0].num_cached_tokens == hit
+    stats = engine.stats()
+    assert (stats.num_adapter_copies, stats.num_adapter_reads, stats.num_adapter_evictions) == (50, 0, 0)
+
+
+def test_p18_memory_of_exactly_one_adapters_size_holds_one(paths, alone):
+    each = size_of_one(paths)
+    engine = make_engine(FACTORY(), {name: paths[name] for name in "ab"}, lora_memory=each, lora_host_memory=each)
+    assert [say(engine, name) for name in "abab"] == [alone[name] for name in "abab"]
+    assert memory(engine) == (2, each, each)
+    send(engine, "sent", paths["c"])
+    assert [say(engine, name) for name in ("a", "sent")] == [alone["a"], alone["c"]]
+    less = make_engine(FACTORY(), lora_memory=each - 4)
+    with pytest.raises(AdapterCapacity, match=f"'a': the adapter needs {each:,} bytes, the arena has {each - 4:,}: "):
+        load(less, "a", paths["a"])
