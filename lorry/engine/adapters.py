@@ -66,7 +66,7 @@ class AdapterDesk:
             self.store.check_name_is_free(prepared.name)
         try:
             self._parts.lora.check_rank(prepared.rank)
-            residency.check(prepared.name, prepared.packed)
+            residency.check(prepared.name, prepared.packed, prepared.stamp is not None)
         except LorryError as error:
             raise type(error)(f"adapter {prepared.name!r}: {error}") from None
         info = AdapterInfo(
@@ -107,7 +107,12 @@ class AdapterDesk:
         config = self._config
         limits = (self._parts.sites, self._parts.loaded.dtype, config.max_lora_rank, config.lora_target_modules)
         if content is None:
-            stamp, weights, card = files_stamp(path), load_adapter(name, path, *limits), read_card(path)
+            stamp = files_stamp(name, path)
+            weights, card = load_adapter(name, path, *limits), read_card(path)
+            if files_stamp(name, path) != stamp:
+                raise AdapterFormatError(
+                    f"adapter {name!r} at {path!r}: the files changed while they were read: load it again"
+                )
         else:
             stamp, weights, card = None, weights_from_bytes(name, content, *limits), AdapterCard()
         return PreparedAdapter(

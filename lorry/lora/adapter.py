@@ -170,10 +170,8 @@ def _check_limits(
 
 def read_files(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of an adapter folder, both read in full; raises `AdapterFormatError`."""
-    try:
+    with _openable(path):
         config_file, weights_file = _find_files(path)
-    except OSError as error:
-        raise AdapterFormatError(f"{path!r} cannot be opened: {error.strerror}") from error
     try:
         config = json.loads(config_file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -189,13 +187,23 @@ def read_files(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, _read_pickle(content)
 
 
-def files_stamp(path: str) -> FilesStamp:
+def files_stamp(name: str, path: str) -> FilesStamp:
     """What tells the adapter's files as they are from others; raises `AdapterFormatError` where there are none."""
     found = []
-    for file in _find_files(path):
-        status = file.stat()
-        found.append((file.name, status.st_size, status.st_mtime_ns))
+    with _named(f"adapter {name!r} at {path!r}"), _openable(path):
+        for file in _find_files(path):
+            status = file.stat()
+            found.append((file.name, status.st_size, status.st_mtime_ns))
     return tuple(found)
+
+
+@contextmanager
+def _openable(path: str) -> Iterator[None]:
+    """Says of which path the system's errors are."""
+    try:
+        yield
+    except OSError as error:
+        raise AdapterFormatError(f"{path!r} cannot be opened: {error.strerror}") from error
 
 
 def _find_files(path: str) -> tuple[Path, Path]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -87,20 +87,39 @@ class Residency:
             "num_adapter_evictions": self.num_evictions,
         }
 
-    def check(self, name: str, packed: PackedAdapter) -> None:
+    def check(self, name: str, packed: PackedAdapter, has_files: bool) -> None:
         """`AdapterCapacity` where an adapter finds no room even if no other has any, but for those that stay."""
         others = [version for version in self._store if version.info.name != name]
         staying = [version for version in others if version.pinned or not version.recoverable]
         self._arena.check(packed.num_bytes, sum(version.info.num_bytes for version in staying))
+        if any(v.pinned and not v.retired and v.info.name == name for v in self._store):  # the pin is passed on
+            self._check_pins(
+                [packed.num_bytes, *_sizes(v for v in others if v.pinned)], _sizes(v for v in others if not v.pinned)
+            )
+        if not has_files:
+            sizes = [version.host_bytes for version in others if version.host_bytes and not version.has_files]
+            self._check_host([*sizes, packed.num_bytes])
+
+    def _check_host(self, sizes: Sequence[int]) -> None:
+        """Whether adapters of these sizes, none of which can be read again, may all stay in the host's memory."""
+        limits = self._limits
+        few = limits.num_adapters is None or len(sizes) <= limits.num_adapters
+        if not few or (limits.num_bytes is not None and sum(sizes) > limits.num_bytes):
+            raise AdapterCapacity(
+                f"{len(sizes)} adapters without files would take {sum(sizes):,} bytes of the host's memory, which "
+                "may not hold so much: unload one, or raise --lora-host-memory or --max-loaded-loras"
+            )
 
     def check_pins(self, versions: Sequence[Version]) -> None:
         """`AdapterCapacity` where these cannot all be on the device beside any one of the others."""
-        size = sum(version.info.num_bytes for version in versions)
-        others = [version.info.num_bytes for version in self._store if version not in versions]
-        if size + max(others, default=0) > self._arena.num_bytes or len(versions) >= self._arena.num_slots:
+        self._check_pins(_sizes(versions), _sizes(v for v in self._store if v not in versions))
+
+    def _check_pins(self, pinned: Sequence[int], others: Sequence[int]) -> None:
+        size = sum(pinned)
+        if size + max(others, default=0) > self._arena.num_bytes or len(pinned) >= self._arena.num_slots:
             raise AdapterCapacity(
-                f"{len(versions)} pinned adapters would take {size:,} of {self._arena.num_bytes:,} bytes and "
-                f"{len(versions)} of {self._arena.num_slots} places on the device, and leave no room for every other:"
+                f"{len(pinned)} pinned adapters would take {size:,} of {self._arena.num_bytes:,} bytes and "
+                f"{len(pinned)} of {self._arena.num_slots} places on the device, and leave no room for every other:"
                 " unpin one, or raise --lora-memory or --max-loras-per-batch"
             )
 
@@ -253,3 +272,7 @@ class Residency:
                 continue
             del self._host[uid]
             victim.host_bytes = 0
+
+
+def _sizes(versions: Iterable[Version]) -> list[int]:
+    return [version.info.num_bytes for version in versions]

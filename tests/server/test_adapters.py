@@ -28,15 +28,15 @@ def test_errors_of_loading(server: RunningServer, tmp_path: Path):
     assert server.model_ids() == ["base-model", "french"]
 
 
-def test_of_parallel_loads_of_one_name_one_wins(server: RunningServer, tmp_path: Path):
+def test_a08_of_parallel_loads_of_one_name_one_wins(server: RunningServer, tmp_path: Path):
     path = write_adapter(tmp_path / "x", seconds=0.02)
-    with ThreadPoolExecutor(8) as pool:
-        statuses = sorted(pool.map(lambda _: server.load("same", path).status_code, range(8)))
-    assert statuses == [200] + [400] * 7
+    with ThreadPoolExecutor(16) as pool:
+        statuses = sorted(pool.map(lambda _: server.load("same", path).status_code, range(16)))
+    assert statuses == [200] + [400] * 15
     assert server.model_ids().count("same") == 1
 
 
-def test_reading_an_adapter_does_not_stop_the_others(server: RunningServer, tmp_path: Path):
+def test_l02_reading_an_adapter_does_not_stop_the_others(server: RunningServer, tmp_path: Path):
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(server.load, "large", write_adapter(tmp_path / "large", seconds=0.5))
         for _ in range(5):
@@ -45,12 +45,14 @@ def test_reading_an_adapter_does_not_stop_the_others(server: RunningServer, tmp_
         assert loading.result().status_code == 200
 
 
-def test_a_running_request_finishes_after_its_adapter_has_gone(server: RunningServer, tmp_path: Path):
+def test_l03_a_running_request_finishes_after_its_adapter_has_gone(server: RunningServer, tmp_path: Path):
     server.load("brief", write_adapter(tmp_path / "brief"))
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.chat, "slowly", model="brief", max_tokens=60)
         wait_until(lambda: server.stats().num_running == 1)
         assert server.unload("brief").status_code == 200
+        assert server.chat("who?", model="brief").status_code == 404
+        assert not answer.done()
         assert answer.result().json()["choices"][0]["message"]["content"].startswith("[brief]")
 
 
@@ -77,7 +79,7 @@ def load(server: RunningServer, name: str, path: Path, **fields: object):
     return server.http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path), **fields})
 
 
-def test_loading_in_place_makes_a_new_version_which_answers_name(server: RunningServer, tmp_path: Path):
+def test_a06_l15_loading_in_place_makes_a_new_version_which_answers_name(server: RunningServer, tmp_path: Path):
     first = load(server, "x", write_adapter(tmp_path / "x", 4))
     assert server.chat("who?", model="x").json()["system_fingerprint"] == f"x@{first.headers['x-lora-version']}"
     refused = load(server, "x", write_adapter(tmp_path / "y", 8))
@@ -93,14 +95,6 @@ def test_loading_in_place_makes_a_new_version_which_answers_name(server: Running
     assert adapter_list(server)["x"]["rank"] == 8
     assert server.model_ids().count("x") == 1
     assert load(server, "new", tmp_path / "x", load_inplace=True).status_code == 200
-
-
-def test_the_base_is_its_own_fingerprint_in_streams_too(server: RunningServer):
-    assert server.chat("who?").json()["system_fingerprint"] == "base-model"
-    for chunk in server.openai.chat.completions.create(
-        model="french", messages=[{"role": "user", "content": "who?"}], stream=True, max_tokens=4
-    ):
-        assert str(chunk.system_fingerprint).startswith("french@")
 
 
 def test_an_adapter_sent_in_the_request(server: RunningServer):

@@ -121,7 +121,7 @@ def test_abort_gives_one_last_output_and_everything_back(adapters):
     assert_idle(engine)
 
 
-def test_unload_lets_running_requests_finish_on_their_weights(adapters):
+def test_l03_unload_lets_running_requests_finish_on_their_weights(adapters):
     engine = make_engine(tiny_model("mixtral"), adapters)
     expected = tokens_of(run_engine(engine, [request("x", prompt(9, 2), engine, "a")])["x"])
     running = request("y", prompt(9, 2), engine, "a")
@@ -180,7 +180,7 @@ def test_logprobs_come_with_every_token():
     assert all(output.logprobs[0].top[0][0] == output.token_ids[0] for output in outputs)
 
 
-def test_w06_prefixes_are_shared_within_an_adapter_and_never_across(adapters):
+def test_w06_p19_prefixes_are_shared_within_an_adapter_and_never_across(adapters):
     """Base, A, B and base again on one prompt: each as if alone, with hits only where the adapter is the same."""
     engine = make_engine(tiny_model("mixtral"), adapters)
     tokens = prompt(40, 7)
@@ -196,7 +196,7 @@ def test_w06_prefixes_are_shared_within_an_adapter_and_never_across(adapters):
         assert outputs[0].num_cached_tokens == hit
 
 
-def test_w28_a_name_loaded_again_never_finds_the_old_prefix(adapters):
+def test_w04_w28_a_name_loaded_again_never_finds_the_old_prefix(adapters):
     engine = make_engine(tiny_model("mixtral"), {"x": adapters["a"]})
     tokens = prompt(40, 7)
     run_engine(engine, [request("r", tokens, engine, "x")])

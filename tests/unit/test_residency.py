@@ -99,7 +99,7 @@ def test_more_adapters_than_there_is_room_for_all_answer_as_alone(paths, alone, 
     assert_idle(engine)
 
 
-def test_who_has_no_room_waits_aside_and_others_pass(paths, alone):
+def test_p05_who_has_no_room_waits_aside_and_others_pass(paths, alone):
     engine = small(paths, 1)
     first = homes(engine)
     assert list(first.values()).count("device") == 1
@@ -109,8 +109,9 @@ def test_who_has_no_room_waits_aside_and_others_pass(paths, alone):
     engine.step()
     engine.add_request(ask("aside", engine, absent))
     engine.add_request(ask("base", engine, None))
+    engine.add_request(ask("behind", engine, resident))
     ended = [output.request_id for output in steps(engine) if output.finish_reason]
-    assert ended == ["base", "long", "aside"]
+    assert ended == ["base", "behind", "long", "aside"]
     assert_idle(engine)
 
 
@@ -129,7 +130,7 @@ class SlowReads:
         monkeypatch.setattr(desk, "load_adapter", slow)
 
 
-def test_l06_reading_files_stalls_nobody(paths, alone, monkeypatch):
+def test_reading_files_stalls_nobody(paths, alone, monkeypatch):
     engine = small(paths, 2, max_loaded_loras=2)
     absent = next(name for name, home in homes(engine).items() if home == "registered")
     slow = SlowReads(monkeypatch)
@@ -162,7 +163,7 @@ def test_what_waits_for_room_is_not_all_read_ahead(paths, monkeypatch):
     assert ended == ["long", *(name for name in NAMES if name != resident)]
 
 
-def test_files_that_have_changed_end_the_requests_that_need_them_and_no_other(paths, alone, tmp_path):
+def test_l13_files_that_have_changed_end_the_requests_that_need_them_and_no_other(paths, alone, tmp_path):
     copies = {name: Path(shutil.copytree(path, tmp_path / name)) for name, path in paths.items()}
     engine = small(copies, 1, max_loaded_loras=1)
     gone, changed, *_ = [name for name, home in homes(engine).items() if home == "registered"]
@@ -181,7 +182,7 @@ def test_files_that_have_changed_end_the_requests_that_need_them_and_no_other(pa
     assert tokens_of(again) == alone["f" if changed != "f" else "e"]
 
 
-def test_aborted_and_unloaded_while_they_wait(paths, alone):
+def test_l03_aborted_and_unloaded_while_they_wait(paths, alone):
     engine = small(paths, 1)
     resident = next(name for name, home in homes(engine).items() if home == "device")
     waiting = [name for name in NAMES if name != resident][:2]
@@ -222,7 +223,7 @@ def test_unload_can_end_the_requests_too(paths):
     assert engine.stats().adapter_device_bytes == before - size
 
 
-def test_refresh_running_requests_end_on_their_weights_and_later_ones_get_the_new(paths, alone):
+def test_l15_running_requests_end_on_their_weights_and_later_ones_get_the_new(paths, alone):
     engine = make_engine(FACTORY(), {"x": paths["a"]})
     engine.add_request(ask("old", engine, "x"))
     first = engine.step()
@@ -267,7 +268,7 @@ def test_bytes_without_a_config_say_what_is_missing(paths, content, message):
         engine.prepare_adapter("x", "bytes", content)
 
 
-def test_a_thousand_refreshes_leave_memory_flat(paths, alone):
+def test_a07_a_thousand_refreshes_leave_memory_flat(paths, alone):
     engine = small({"x": paths["a"]}, 2)
     contents = [in_memory(paths[name]) for name in "ab"]
 
@@ -289,7 +290,7 @@ def test_a_thousand_refreshes_leave_memory_flat(paths, alone):
     assert engine.stats().adapters_registered == 1
 
 
-def test_pinned_adapters_stay(paths, alone):
+def test_l08_pinned_adapters_stay(paths, alone):
     engine = small(paths, 3.5)
     resident = [name for name, home in homes(engine).items() if home == "device"]
     absent, other, third = [name for name in NAMES if name not in resident]
