@@ -61,6 +61,20 @@ def test_overlapping_steps_give_what_steps_one_after_another_give(adapters, disa
     assert outputs[0] == outputs[1]
 
 
+def test_p16_p17_nothing_runs_but_what_was_captured(adapters, monkeypatch):
+    """Prefill, mixed steps and decodes, one stream alone too: no step is launched anew, so none compiles a kernel."""
+    engine = engine_on_gpu(adapters)
+
+    def eager(*_: object) -> None:
+        raise AssertionError("a step ran that was not captured")
+
+    monkeypatch.setattr(engine._parts.runner, "forward", eager)
+    alone = run_engine(engine, requests(engine)[1:2])
+    assert len(tokens_of(alone["r1"])) > 3
+    outputs = run_engine(engine, requests(engine))
+    assert all(output[-1].finish_reason == "length" for output in outputs.values())
+
+
 @pytest.mark.parametrize("disable_cuda_graph", [False, True])
 def test_a_launch_never_waits_for_the_device(adapters, disable_cuda_graph, monkeypatch):
     """Prefill, mixed and decode steps, all ways of sampling; torch raises where an operation would wait."""

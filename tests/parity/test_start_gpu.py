@@ -53,7 +53,7 @@ def test_weights_from_shards_are_those_that_were_saved(family: str, tmp_path: Pa
         assert torch.equal(state[name].cpu(), tensor.to(state[name].dtype)), name
 
 
-def test_memory_is_divided_and_a_full_engine_stays_within_it(tmp_path: Path):
+def test_p12_memory_is_divided_and_a_full_engine_stays_within_it(tmp_path: Path):
     said: list[str] = []
     config = dummy(tmp_path, dummy_adapters=4, chunked_prefill_size=1024, mem_fraction_static=0.5)
     engine = Engine(config, said.append)

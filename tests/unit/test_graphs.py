@@ -179,7 +179,7 @@ def test_only_pages_that_are_new_in_their_row_are_written(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 31, 32, 33, 1000, 1024, 8192, 10000])
-def test_ladders_rise_to_the_largest_step(size):
+def test_p20_ladders_rise_to_the_largest_step_however_small(size):
     for ladder in (decode_ladder(size), mixed_ladder(size)):
         assert ladder == sorted(set(ladder))
         assert ladder[-1] == size
