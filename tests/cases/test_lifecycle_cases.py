@@ -161,6 +161,21 @@ def test_a07_the_same_load_a_thousand_times_takes_no_more_memory(paths):
     assert memory(engine) == before
 
 
+def test_a08_of_two_loads_that_were_read_together_one_is_taken(paths, alone):
+    engine = make_engine(FACTORY())
+    both = [engine.prepare_adapter("x", str(paths[name])) for name in "ab"]
+    first = engine.register_adapter(both[0])
+    used = memory(engine)
+    with pytest.raises(AdapterExists):
+        engine.register_adapter(both[1])
+    assert (engine.adapters, memory(engine)) == ({"x": first}, used)
+    assert say(engine, "x") == alone["a"]
+    engine.unload_adapter("x")
+    with pytest.raises(ModelNotFound):
+        engine.unload_adapter("x")
+    assert memory(engine) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("limit", ["bytes", "adapters"])
 def test_a07_adapters_without_files_are_refused_where_the_hosts_memory_is_full(limit, paths, alone):
     """They cannot be read again, so none of them can make room for the next."""
