@@ -176,15 +176,16 @@ def test_a08_of_two_loads_that_were_read_together_one_is_taken(paths, alone):
     assert memory(engine) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("limit", ["bytes", "adapters"])
-def test_a07_adapters_without_files_are_refused_where_the_hosts_memory_is_full(limit, paths, alone):
+@pytest.mark.parametrize("flag", ["lora_host_memory", "max_loaded_loras"])
+def test_a07_adapters_without_files_are_refused_where_the_hosts_memory_is_full(flag, paths, alone):
     """They cannot be read again, so none of them can make room for the next."""
-    settings = {"lora_host_memory": int(2.5 * size_of_one(paths))} if limit == "bytes" else {"max_loaded_loras": 2}
-    engine = make_engine(FACTORY(), {"files": paths["d"]}, **settings)
+    limit = int(2.5 * size_of_one(paths)) if flag == "lora_host_memory" else 2
+    engine = make_engine(FACTORY(), {"files": paths["d"]}, **{flag: limit})
+    way_out = f"may hold {limit:,} .*: unload one, or raise --{flag.replace('_', '-')}"
     send(engine, "one", paths["a"])
     send(engine, "two", paths["b"])
     before = memory(engine)
-    with pytest.raises(AdapterCapacity, match=r"'three'.*3 adapters without files.*unload one.*--lora-host-memory"):
+    with pytest.raises(AdapterCapacity, match=f"'three': 3 adapters without files would take .* {way_out}"):
         send(engine, "three", paths["c"])
     assert memory(engine) == before
     assert set(engine.adapters) == {"files", "one", "two"}
