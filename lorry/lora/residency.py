@@ -103,11 +103,14 @@ class Residency:
     def _check_host(self, sizes: Sequence[int]) -> None:
         """Whether adapters of these sizes, none of which can be read again, may all stay in the host's memory."""
         limits = self._limits
-        few = limits.num_adapters is None or len(sizes) <= limits.num_adapters
-        if not few or (limits.num_bytes is not None and sum(sizes) > limits.num_bytes):
+        total = f"{len(sizes)} adapters without files would take {sum(sizes):,} bytes of the host's memory"
+        if limits.num_adapters is not None and len(sizes) > limits.num_adapters:
             raise AdapterCapacity(
-                f"{len(sizes)} adapters without files would take {sum(sizes):,} bytes of the host's memory, which "
-                "may not hold so much: unload one, or raise --lora-host-memory or --max-loaded-loras"
+                f"{total}, which may hold {limits.num_adapters} adapters: unload one, or raise --max-loaded-loras"
+            )
+        if limits.num_bytes is not None and sum(sizes) > limits.num_bytes:
+            raise AdapterCapacity(
+                f"{total}, which may hold {limits.num_bytes:,} bytes: unload one, or raise --lora-host-memory"
             )
 
     def check_pins(self, versions: Sequence[Version]) -> None:
