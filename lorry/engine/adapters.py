@@ -58,7 +58,7 @@ class AdapterDesk:
             raise AdapterCapacity("this engine was started with --no-enable-lora: start it without that flag")
         return self._read(name, path, content)
 
-    def register(self, prepared: PreparedAdapter, replace: bool) -> AdapterInfo:
+    def register(self, prepared: PreparedAdapter, replace: bool, pinned: bool) -> AdapterInfo:
         """Make it known, and bring it to the device where there is room."""
         residency = self.residency
         assert residency is not None
@@ -66,7 +66,7 @@ class AdapterDesk:
             self.store.check_name_is_free(prepared.name)
         try:
             self._parts.lora.check_rank(prepared.rank)
-            residency.check(prepared.name, prepared.packed, prepared.stamp is not None)
+            residency.check(prepared.name, prepared.packed, prepared.stamp is not None, pinned)
         except LorryError as error:
             raise type(error)(f"adapter {prepared.name!r}: {error}") from None
         info = AdapterInfo(
@@ -82,6 +82,7 @@ class AdapterDesk:
             examples=prepared.card.examples,
         )
         version = self.store.add(info, prepared.stamp is not None, replace)
+        version.pinned = version.pinned or pinned
         if prepared.stamp is not None:
             self._stamps[info.uid] = prepared.stamp
         residency.put_on_host(info.uid, prepared.packed)

@@ -208,21 +208,22 @@ class Engine:
         """
         return self._desk.prepare(name, path, content)
 
-    def register_adapter(self, prepared: PreparedAdapter, replace: bool = False) -> AdapterInfo:
+    def register_adapter(self, prepared: PreparedAdapter, replace: bool = False, pinned: bool = False) -> AdapterInfo:
         """Make a prepared adapter known under its name; `LorryError` when the name is taken or it can never run.
 
         To `replace`: where the name has an adapter already, running requests end on the weights that they began with,
         and later ones get the new.
         """
-        info = self._desk.register(prepared, replace)
+        info = self._desk.register(prepared, replace, pinned)
         self._advance()
         return info
 
     def unload_adapter(self, name: str, abort: bool = False) -> AdapterInfo:
         """Forget a name at once; requests that run on it finish, or are ended; then its memory comes back."""
+        versions = {version.info.uid for version in self._desk.store if version.info.name == name}
         info = self._desk.store.unload(name)
         if abort:
-            for sequence in [s for s in self._sequences.values() if s.adapter_uid == info.uid]:
+            for sequence in [s for s in self._sequences.values() if s.adapter_uid in versions]:
                 self._finished.append(self._end(sequence, "abort"))
         return info
 

@@ -57,7 +57,7 @@ class EngineLike(Protocol):
 
     def prepare_adapter(self, name: str, path: str, content: bytes | None = None) -> Any: ...
 
-    def register_adapter(self, prepared: Any, replace: bool = False) -> AdapterInfo: ...
+    def register_adapter(self, prepared: Any, replace: bool = False, pinned: bool = False) -> AdapterInfo: ...
 
     def unload_adapter(self, name: str, abort: bool = False) -> AdapterInfo: ...
 
@@ -195,8 +195,7 @@ class Worker:
     def _register(self, command: messages.LoadAdapter, prepared: Any) -> AdapterInfo:
         if isinstance(prepared, Exception):
             raise prepared
-        info = self._engine.register_adapter(prepared, command.replace)
-        return self._engine.pin_adapter(command.name) if command.pinned else info
+        return self._engine.register_adapter(prepared, command.replace, command.pinned)
 
 
 def _describe(error: Exception) -> tuple[str, str]:

@@ -87,12 +87,15 @@ class Residency:
             "num_adapter_evictions": self.num_evictions,
         }
 
-    def check(self, name: str, packed: PackedAdapter, has_files: bool) -> None:
-        """`AdapterCapacity` where an adapter finds no room even if no other has any, but for those that stay."""
+    def check(self, name: str, packed: PackedAdapter, has_files: bool, pinned: bool) -> None:
+        """`AdapterCapacity` where an adapter finds no room even if no other has any, but for those that stay.
+
+        It is to be `pinned` also where it takes the name of one that is.
+        """
         others = [version for version in self._store if version.info.name != name]
         staying = [version for version in others if version.pinned or not version.recoverable]
         self._arena.check(packed.num_bytes, sum(version.info.num_bytes for version in staying))
-        if any(v.pinned and not v.retired and v.info.name == name for v in self._store):  # the pin is passed on
+        if pinned or any(v.pinned and not v.retired and v.info.name == name for v in self._store):
             self._check_pins(
                 [packed.num_bytes, *_sizes(v for v in others if v.pinned)], _sizes(v for v in others if not v.pinned)
             )

@@ -142,7 +142,7 @@ class FakeEngine:
         time.sleep(content.get("seconds", 0))
         return Prepared(name, path, content["r"])
 
-    def register_adapter(self, prepared: Prepared, replace: bool = False) -> AdapterInfo:
+    def register_adapter(self, prepared: Prepared, replace: bool = False, pinned: bool = False) -> AdapterInfo:
         if prepared.name in self.adapters and not replace:
             raise AdapterExists(f"an adapter {prepared.name!r} is loaded already")
         if len(self.adapters) == self._config.max_loras_per_batch:
@@ -157,6 +157,8 @@ class FakeEngine:
         )
         self._next_uid += 1
         self.adapters[prepared.name] = info
+        if pinned:
+            self.pinned.add(prepared.name)
         return info
 
     def unload_adapter(self, name: str, abort: bool = False) -> AdapterInfo:

@@ -209,16 +209,17 @@ def test_l03_aborted_and_unloaded_while_they_wait(paths, alone):
 
 
 def test_unload_can_end_the_requests_too(paths):
-    engine = small(paths, 2)
-    name = next(name for name, home in homes(engine).items() if home == "device")
+    engine, name = small({"a": paths["a"], "b": paths["b"]}, 3), "a"
     before = engine.stats().adapter_device_bytes
     size = status(engine, name).info.num_bytes
-    for i in range(2):
+    for i in range(3):
+        if i == 2:  # what runs on the version before goes too
+            engine.register_adapter(engine.prepare_adapter(name, str(paths[name])), replace=True)
         engine.add_request(ask(f"r{i}", engine, name, max_tokens=40))
-    engine.step()
+        engine.step()
     engine.unload_adapter(name, abort=True)
     outputs = list(steps(engine))
-    assert [o.finish_reason for o in outputs if o.finish_reason] == ["abort", "abort"]
+    assert [o.finish_reason for o in outputs if o.finish_reason] == ["abort"] * 3
     assert_idle(engine)
     assert engine.stats().adapter_device_bytes == before - size
 
@@ -308,6 +309,20 @@ def test_l08_pinned_adapters_stay(paths, alone):
     engine.pin_adapter(third)
     with pytest.raises(ModelNotFound):
         engine.pin_adapter("nobody")
+
+
+def test_l14_a_load_whose_pin_is_refused_changes_nothing(paths, alone):
+    engine = small(paths, 1.5)
+    before = homes(engine), engine.adapters
+    for replace, name in ((True, "a"), (False, "new")):
+        prepared = engine.prepare_adapter(name, str(paths["b"]))
+        with pytest.raises(AdapterCapacity, match="1 pinned adapters would take"):
+            engine.register_adapter(prepared, replace, pinned=True)
+    assert (homes(engine), engine.adapters) == before
+    assert tokens_of(run_engine(engine, [ask("x", engine, "a")])["x"]) == alone["a"]
+    roomy = small(paths, 2.5)
+    roomy.register_adapter(roomy.prepare_adapter("a", str(paths["b"])), replace=True, pinned=True)
+    assert status(roomy, "a").pinned
 
 
 def test_an_adapter_that_can_never_fit_is_refused_with_the_flag(paths):
