@@ -235,7 +235,7 @@ class Arena:
         ]
         dtypes = (np.int64, np.int64, np.int32, np.float32, np.int32)
         columns = [np.zeros(len(self.sites), dtype=dtype) for dtype in dtypes]
-        for column, values in zip(columns, zip(*rows, strict=True), strict=True):
-            column[list(blob.sites)] = values
+        for i, column in enumerate(columns):
+            column[list(blob.sites)] = [row[i] for row in rows]
         for table, there in zip(self.tables.tensors, upload(columns, self.data.device), strict=True):
             table[:, slot] = there

@@ -45,8 +45,8 @@ class PackedAdapter:
         for tensor in weights.tensors:
             starts[id(tensor)] = size
             size += aligned(tensor.numel())
-        first = weights.tensors[0]
-        data = torch.zeros(size, dtype=first.dtype, device=first.device, pin_memory=pin)
+        like = next(iter(weights.tensors), torch.empty(0))
+        data = torch.zeros(size, dtype=like.dtype, device=like.device, pin_memory=pin)
         for tensor in weights.tensors:
             data[starts[id(tensor)] : starts[id(tensor)] + tensor.numel()] = tensor.flatten()
         sites = {

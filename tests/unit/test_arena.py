@@ -170,3 +170,12 @@ def test_full_says_what_is_needed_and_changes_nothing():
     small.allocate(adapter({0: 1}))
     with pytest.raises(AdapterCapacity, match="all 1 adapter slots.*--max-loras-per-batch"):
         small.allocate(adapter({0: 1}))
+
+
+def test_an_adapter_without_weights_takes_a_slot_and_no_bytes():
+    held = arena()
+    slot = held.allocate(AdapterWeights({}, ()))
+    assert held.num_free_bytes == held.num_bytes
+    assert (held.rank[:, slot] == 0).all()
+    held.release(slot)
+    assert held.num_free_slots == 4
