@@ -84,8 +84,8 @@ def check_empty(engine: Engine, arena: Arena) -> list[str]:
 
 def run_traffic(
     args: argparse.Namespace, config: EngineConfig, variants: Variants, prompts: Sequence[Sequence[int]]
-) -> Soak:
-    """Register everything, let requests come, and leave an engine that is empty again."""
+) -> tuple[Answers, list[str], dict[str, Any]]:
+    """Register everything, let requests come, and empty the engine again; answers, faults and what is to be said."""
     parts = build(config, say)
     engine = Engine(config, say, parts)
     soak = Soak(engine, variants, prompts, Room(args.adapters, args.on_host, args.on_device), args.seed, say)
@@ -93,14 +93,15 @@ def run_traffic(
     soak.run(args.minutes * 60)
     soak.finish()
     assert parts.lora.arena is not None
-    soak.faults += check_empty(engine, parts.lora.arena)
-    return soak
+    faults = soak.faults + check_empty(engine, parts.lora.arena)
+    return soak.answers, faults, soak.record()
 
 
-def outcome(args: argparse.Namespace, soak: Soak, answers: Answers, commit: str) -> dict[str, Any]:
-    """The line of JSON."""
-    cuda = torch.cuda.is_available() and args.device != "cpu"
-    machine = torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {torch.get_num_threads()} threads"
+def describe(args: argparse.Namespace, commit: str) -> dict[str, Any]:
+    """What ran where: the head of the line of JSON."""
+    machine = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    if torch.cuda.is_available() and args.device != "cpu":
+        machine = torch.cuda.get_device_name()
     return {
         "benchmark": "soak",
         "machine": machine,
@@ -112,9 +113,6 @@ def outcome(args: argparse.Namespace, soak: Soak, answers: Answers, commit: str)
         "adapters": args.adapters,
         "on_host": args.on_host,
         "on_device": args.on_device,
-        **soak.record(),
-        **answers.record(),
-        "faults": len(soak.faults),
     }
 
 
@@ -142,19 +140,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             variants.write(Weights(number, 0))
         size = variants.mean_bytes(work.itemsize)
         config = EngineConfig.parse(**settings(args, work.model, args.on_device * size))
-        soak = run_traffic(args, config, variants, work.prompts)
-        gc.collect()  # the engine: the next one takes as much memory
-        still = Engine(config.model_copy(update={"disable_radix_cache": True, "lora_memory": 2 * config.lora_memory}))
-        compare_all(still, variants, work.prompts, soak.answers, say)
-    for fault in soak.faults[:20]:
+        answers, faults, record = run_traffic(args, config, variants, work.prompts)
+        gc.collect()  # the engine that is not needed any more: the next one takes as much memory
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        roomy = {"lora_memory": 4 * args.on_device * size, "max_total_tokens": 2**14, "disable_radix_cache": True}
+        still = Engine(config.model_copy(update=roomy))
+        compare_all(still, variants, work.prompts, answers, say)
+    for fault in faults[:20]:
         say(f"FAULT: {fault}")
-    record = outcome(args, soak, soak.answers, args.commit or git.stdout.strip() or "unknown")
-    say(json.dumps(record))
+    head = describe(args, args.commit or git.stdout.strip() or "unknown")
+    line = json.dumps(head | record | answers.record() | {"faults": len(faults)})
+    say(line)
     if args.out is not None:
         with args.out.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(line + "\n")
     faulthandler.cancel_dump_traceback_later()
-    return int(bool(soak.faults or soak.answers.num_differed))
+    return int(bool(faults or answers.num_differed))
 
 
 if __name__ == "__main__":
